@@ -1,0 +1,88 @@
+"""The command ``mamba3-lite``: a table of subcommands, each imported when it is chosen."""
+
+import importlib
+from typing import Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from mamba3_lite import __version__
+from mamba3_lite.errors import user_errors_as_one_line
+
+# name: (where its function lives, what the overview says)
+COMMANDS = {
+    "quickstart": (
+        "mamba3_lite.quickstart:quickstart_command",
+        "Train a small model on Python's own standard library, in minutes.",
+    ),
+    "prepare": (
+        "mamba3_lite.data.prepare:prepare_command",
+        "Turn text and JSON-lines files into token shards.",
+    ),
+    "pretrain": (
+        "mamba3_lite.training.pretrain:pretrain_command",
+        "Pretrain a model from a YAML configuration; resumes by itself.",
+    ),
+    "generate": (
+        "mamba3_lite.inference.generate:generate_command",
+        "Continue a prompt with a trained model.",
+    ),
+    "parity": (
+        "mamba3_lite.measure.parity:parity_command",
+        "Compare every SSD path with the float64 oracle.",
+    ),
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Imports a subcommand's module when that subcommand runs, so that --help stays instant."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        where, summary = COMMANDS[cmd_name]
+        if ctx.meta.get("overview"):
+            return click.Command(cmd_name, help=summary)
+        module, function = where.split(":")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(app)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta["overview"] = True
+        super().format_help(ctx, formatter)
+
+
+app = typer.Typer(cls=_LazyGroup, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=True)
+def overview(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    """Pretrain a state-space language model built on a complex-valued SSD mixer. Measure, don't guess.
+
+    Examples:
+
+    mamba3-lite quickstart
+
+    mamba3-lite prepare --help
+
+    mamba3-lite pretrain --config configs/pretrain_a100_400m.yaml --dry-run --no-compile
+    """
+    if version:
+        print(f"mamba3-lite {__version__}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Console entry point."""
+    with user_errors_as_one_line():
+        app(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""Token shards on disk: a 128-byte header, then the tokens, memory-mapped; a manifest beside them.
+
+Header, little-endian: magic 8s, version u32, dtype code u32 (1 = uint16, 2 = uint32), token count
+u64, vocabulary size u32, largest token id u32, EOS id u32, four zero bytes, SHA-256 of the
+tokenizer (32 bytes), zeros up to byte 128. A folder holds `tokens_00000.bin`, `tokens_00001.bin`,
+... and `manifest.json`, and appears by a rename: a folder that exists is complete.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedRandom
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mamba3_lite.errors import UserError
+
+MAGIC = b"M3LTOKEN"
+VERSION = 1
+HEADER_BYTES = 128
+MANIFEST = "manifest.json"
+DEFAULT_SHARD_SIZE_TOKENS = 50_000_000
+
+_HEADER = struct.Struct("<8sIIQIII4x32s")
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """uint16 while every id fits in it, else uint32."""
+    return _DTYPES[1] if vocab_size <= 65_536 else _DTYPES[2]
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What the first 128 bytes of a shard say. `tokenizer_sha256` is 64 hex digits."""
+
+    dtype: np.dtype[Any]
+    n_tokens: int
+    vocab_size: int
+    max_id: int
+    eos_id: int
+    tokenizer_sha256: str
+
+    def pack(self) -> bytes:
+        """The header as `HEADER_BYTES` bytes."""
+        code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
+        packed = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            code,
+            self.n_tokens,
+            self.vocab_size,
+            self.max_id,
+            self.eos_id,
+            bytes.fromhex(self.tokenizer_sha256),
+        )
+        return packed.ljust(HEADER_BYTES, b"\0")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One validated shard file."""
+
+    path: Path
+    header: ShardHeader
+
+    def tokens(self) -> np.ndarray[Any, Any]:
+        """The tokens (n_tokens,), uint16 or uint32, memory-mapped and read-only."""
+        header = self.header
+        if header.n_tokens == 0:
+            return np.empty(0, header.dtype)
+        mapped = np.memmap(self.path, header.dtype, "r", HEADER_BYTES, (header.n_tokens,))
+        # A plain view: slicing the memmap subclass costs ten times as much.
+        return np.asarray(mapped)
+
+
+@dataclass(frozen=True)
+class ShardFolder:
+    """A complete folder of shards in order, and its manifest."""
+
+    path: Path
+    shards: tuple[Shard, ...]
+    manifest: dict[str, Any]
+
+
+def is_shard(path: Path) -> bool:
+    """Whether the file begins with the magic of a shard."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_shard(path: str | Path) -> Shard:
+    """Validate one shard file against its header; `UserError` names the file and what is wrong."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as exc:
+        raise UserError(f"{path}: cannot read this shard ({exc.strerror})") from exc
+    if len(raw) < HEADER_BYTES:
+        raise UserError(f"{path}: truncated shard ({size} bytes, the header has {HEADER_BYTES})")
+    magic, version, code, n_tokens, vocab_size, max_id, eos_id, sha = _HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise UserError(f"{path}: not a mamba3-lite shard (it begins with {magic!r})")
+    if version != VERSION:
+        raise UserError(f"{path}: shard format version {version}, this program reads {VERSION}")
+    if code not in _DTYPES:
+        raise UserError(f"{path}: unknown token dtype code {code} (1 = uint16, 2 = uint32)")
+    dtype = _DTYPES[code]
+    if dtype != dtype_for(vocab_size):
+        raise UserError(f"{path}: {dtype.name} tokens do not go with a vocabulary of {vocab_size}")
+    expected = HEADER_BYTES + n_tokens * dtype.itemsize
+    if size != expected:
+        kind = "truncated" if size < expected else "extended"
+        raise UserError(
+            f"{path}: {kind} shard: {size} bytes, but its header promises {n_tokens} tokens "
+            f"({expected} bytes); prepare the data again"
+        )
+    return Shard(path, ShardHeader(dtype, n_tokens, vocab_size, max_id, eos_id, sha.hex()))
+
+
+def open_shards(folder: str | Path) -> ShardFolder:
+    """Validate a folder written by `ShardWriter`: every header against its file and the manifest.
+
+    Hashes are not recomputed: this costs one small read per shard.
+    """
+    folder = Path(folder)
+    manifest_path = folder / MANIFEST
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        entries = [(e["file"], int(e["tokens"])) for e in manifest["shards"]]
+        fingerprint = manifest["tokenizer"]["fingerprint"]
+    except OSError as exc:
+        raise UserError(f"{manifest_path}: cannot read it ({exc.strerror})") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise UserError(f"{manifest_path}: not a shard manifest ({exc!r})") from exc
+    shards = []
+    for name, n_tokens in entries:
+        shard = read_shard(folder / name)
+        if shard.header.n_tokens != n_tokens:
+            raise UserError(
+                f"{shard.path}: {shard.header.n_tokens} tokens, "
+                f"but {manifest_path} lists {n_tokens}"
+            )
+        if shard.header.tokenizer_sha256 != fingerprint:
+            raise UserError(f"{shard.path}: another tokenizer than {manifest_path} names")
+        shards.append(shard)
+    return ShardFolder(folder, tuple(shards), manifest)
+
+
+class ShardWriter:
+    """Write tokens as a folder of shards; a context manager.
+
+    The folder appears under its name only when the block ends without an exception. `manifest`
+    holds the written manifest from then on.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        tokenizer_name: str,
+        tokenizer_fingerprint: str,
+        shard_size_tokens: int = DEFAULT_SHARD_SIZE_TOKENS,
+    ) -> None:
+        if shard_size_tokens < 1:
+            raise UserError(f"shard_size_tokens must be at least 1, not {shard_size_tokens}")
+        self.folder = Path(folder)
+        self.vocab_size = vocab_size
+        self.eos_id = eos_id
+        self.tokenizer_name = tokenizer_name
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.shard_size_tokens = shard_size_tokens
+        self.dtype = dtype_for(vocab_size)
+        self.n_tokens = 0
+        self.n_documents = 0
+        self.manifest: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+        self._entries: list[dict[str, Any]] = []
+        self._file: BufferedRandom | None = None
+        self._shard_tokens = 0
+        self._shard_max_id = 0
+
+    def __enter__(self) -> "ShardWriter":
+        self._partial = self._stack.enter_context(atomic_folder(self.folder))
+        # Leaves the stack first, so the manifest is written before the folder is renamed.
+        self._stack.push(self._seal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, value, trace)
+
+    def append(self, tokens: ArrayLike, *, documents: int = 0) -> None:
+        """Append ids (n,); `documents` is how many documents end with them.
+
+        Raises `ValueError` for an id outside the vocabulary.
+        """
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.size:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(f"token id {bad} is outside 0..{self.vocab_size - 1}")
+        self.n_documents += documents
+        self.n_tokens += ids.size
+        while ids.size:
+            room = self.shard_size_tokens - self._shard_tokens
+            part, ids = ids[:room], ids[room:]
+            self._write(part)
+
+    def _write(self, part: np.ndarray[Any, Any]) -> None:
+        if self._file is None:
+            path = self._partial / f"tokens_{len(self._entries):05d}.bin"
+            self._file = path.open("w+b")
+            self._file.write(bytes(HEADER_BYTES))
+        self._file.write(part.astype(self.dtype).tobytes())
+        self._shard_tokens += part.size
+        self._shard_max_id = max(self._shard_max_id, int(part.max()))
+        if self._shard_tokens == self.shard_size_tokens:
+            self._close_shard(self._file)
+
+    def _close_shard(self, file: BufferedRandom) -> None:
+        header = ShardHeader(
+            self.dtype,
+            self._shard_tokens,
+            self.vocab_size,
+            self._shard_max_id,
+            self.eos_id,
+            self.tokenizer_fingerprint,
+        )
+        file.seek(0)
+        file.write(header.pack())
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.close()
+        name = Path(file.name).name
+        self._entries.append({"file": name, "tokens": self._shard_tokens, "sha256": digest})
+        self._file, self._shard_tokens, self._shard_max_id = None, 0, 0
+
+    def _seal(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if kind is not None:
+            if self._file is not None:
+                # The folder is about to go: a failed flush must not hide the first error.
+                with contextlib.suppress(OSError):
+                    self._file.close()
+            return False
+        if self._file is not None:
+            self._close_shard(self._file)
+        self.manifest = {
+            "format": "mamba3-lite-shards",
+            "version": VERSION,
+            "tokens": self.n_tokens,
+            "documents": self.n_documents,
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            "eos_id": self.eos_id,
+            "tokenizer": {"name": self.tokenizer_name, "fingerprint": self.tokenizer_fingerprint},
+            "shard_size_tokens": self.shard_size_tokens,
+            "shards": self._entries,
+        }
+        write_json(self._partial / MANIFEST, self.manifest)
+        return False
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write `value` as indented JSON and fsync it."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def atomic_folder(final: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `final` that takes its place when the block ends well.
+
+    On an exception it is removed, with every parent folder made for it. `final` must not exist or
+    be empty, unless `replace`. `UserError`: it is not empty, it cannot be written, the disk is
+    full, or another process writes it.
+    """
+    final = Path(final).resolve()
+    partial = final.with_name(f".{final.name}.partial")
+    with contextlib.ExitStack() as stack:
+        try:
+            if not replace and final.exists() and (final.is_file() or any(final.iterdir())):
+                raise UserError(f"{final}: exists and is not empty; choose another folder")
+            stack.enter_context(_new_parents(final.parent))
+            stack.enter_context(_claim(partial))
+        except OSError as exc:
+            raise UserError(f"{final}: cannot write there ({exc.strerror})") from exc
+        try:
+            yield partial
+            _sync_folder(partial)
+            _put_in_place(partial, final)
+        except BaseException as exc:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"{final}: no space left on the disk ({exc.strerror}); nothing was kept"
+                ) from exc
+            raise
+
+
+@contextlib.contextmanager
+def _new_parents(parent: Path) -> Iterator[None]:
+    """Make `parent`; after an exception remove again the folders that were missing."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _claim(partial: Path) -> Iterator[None]:
+    """Make `partial`, empty, for this process alone.
+
+    A lock tells a killed run's leftovers, which are cleared, from a run in progress.
+    """
+    # Imported here so that reading shards works where there is no fcntl.
+    import fcntl
+
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise UserError(f"{partial}: another process is writing here; wait for it") from exc
+        for leftover in partial.iterdir():
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    old = final.with_name(f".{final.name}.old")
+    if final.exists() and any(final.iterdir()):
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is durable only once the folder that holds the name is synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

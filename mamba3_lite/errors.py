@@ -1,0 +1,23 @@
+"""The one error that stands for a user's mistake."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """A mistake the user can put right: the message names what is wrong, where, and the way out.
+
+    The command line prints the message as one line and exits with code 2. Every other exception is a bug of ours and
+    keeps its traceback.
+    """
+
+
+@contextmanager
+def user_errors_as_one_line() -> Iterator[None]:
+    """Turns a ``UserError`` into ``error: ...`` on standard error and exit code 2; anything else passes through."""
+    try:
+        yield
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,174 @@
+"""Which SSD implementation runs, and why not another.
+
+A backend computes a whole sequence behind one seam (see docs/architecture.md, section 3); decoding one token uses
+:func:`mamba3_lite.models.ssd_rotated.step`, which every backend's final state feeds.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mamba3_lite.errors import UserError
+from mamba3_lite.models.ssd_complex import chunkwise, per_chunk_ssd_pytorch, ssd_naive_complex
+
+Pair = tuple[Tensor, Tensor]
+Run = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a backend may refuse: the dimensions of one head, the chunk, and where the tensors live."""
+
+    head_dim: int
+    state_dim: int
+    chunk_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor, b: Tensor, chunk_size: int) -> "Shape":
+        """From x (B, T, H, D) and B (B, T, H, N)."""
+        return cls(x.shape[-1], b.shape[-1], chunk_size, x.device)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation: where it lives (imported on first use) and when it cannot run."""
+
+    name: str
+    path: str
+    refuse: Callable[[Shape], str | None]
+
+    @property
+    def run(self) -> Run:
+        """The whole-sequence function."""
+        module, function = self.path.split(":")
+        return getattr(importlib.import_module(module), function)
+
+
+def _runs_anywhere(shape: Shape) -> str | None:
+    return None
+
+
+def _refuse_triton(shape: Shape) -> str | None:
+    from mamba3_lite.models import ssd_triton
+
+    return ssd_triton.refuse(
+        head_dim=shape.head_dim,
+        state_dim=shape.state_dim,
+        chunk_size=shape.chunk_size,
+        device=shape.device,
+    )
+
+
+BACKENDS = {
+    record.name: record
+    for record in (
+        Backend("pytorch", "mamba3_lite.models.ssd_backends:run_pytorch", _runs_anywhere),
+        Backend("triton", "mamba3_lite.models.ssd_backends:run_triton", _refuse_triton),
+        Backend("rotated", "mamba3_lite.models.ssd_rotated:run", _runs_anywhere),
+    )
+}
+DISPATCH_NAMES = (*BACKENDS, "auto")
+# Fastest first, by the recorded training steps in benchmarks/results.
+AUTO_ORDER = ("rotated", "pytorch")
+
+
+def _run_complex(per_chunk, x, b, c, dt, a, *, chunk_size, state, return_state, segment_ids):
+    """The seam around the complex chunkwise path."""
+    compute = x.dtype if x.dtype == torch.float64 else torch.float32
+    b, c, a = (torch.complex(pair[0].to(compute), pair[1].to(compute)) for pair in (b, c, a))
+    initial = None if state is None else torch.complex(*state.to(compute).chunk(2, 2))
+    y, final = chunkwise(
+        x, a, b, c, dt, chunk_size, per_chunk, initial_state=initial, segment_ids=segment_ids
+    )
+    return y, torch.cat([final.real, final.imag], 2) if return_state else None
+
+
+@torch.compiler.disable
+def run_pytorch(
+    x, b, c, dt, a, *, chunk_size, state=None, return_state=False, segment_ids=None
+) -> tuple[Tensor, Tensor | None]:
+    """Seam of "pytorch"; kept out of compiled graphs, since Inductor has no code for complex operators."""
+    return _run_complex(
+        per_chunk_ssd_pytorch, x, b, c, dt, a,
+        chunk_size=chunk_size, state=state, return_state=return_state, segment_ids=segment_ids,
+    )  # fmt: skip
+
+
+@torch.compiler.disable
+def run_triton(
+    x, b, c, dt, a, *, chunk_size, state=None, return_state=False, segment_ids=None
+) -> tuple[Tensor, Tensor | None]:
+    """Seam of "triton", the seeds' per-chunk kernel."""
+    from mamba3_lite.models.ssd_triton import per_chunk_ssd_triton
+
+    return _run_complex(
+        per_chunk_ssd_triton, x, b, c, dt, a,
+        chunk_size=chunk_size, state=state, return_state=return_state, segment_ids=segment_ids,
+    )  # fmt: skip
+
+
+@functools.cache
+def _parity_error(name: str, device: torch.device) -> float:
+    """Relative L2 error of y on a small case against the oracle in float64, on the device that is asked about."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x, dt = draw(1, 70, 2, 16), draw(1, 70, 2)
+    b, c = ((draw(1, 70, 2, 16), draw(1, 70, 2, 16)) for _ in range(2))
+    a = (torch.tensor([-1.0, -0.02]), torch.tensor([0.5, 3.14]))
+
+    def complex128(pair: Pair) -> Tensor:
+        return torch.complex(pair[0].double(), pair[1].double())
+
+    want = ssd_naive_complex(
+        x.double(), complex128(a), complex128(b), complex128(c), dt.double()
+    ).real  # type: ignore[union-attr]
+
+    def there(pair: Pair) -> Pair:
+        return pair[0].to(device), pair[1].to(device)
+
+    with torch.no_grad():
+        y, _ = BACKENDS[name].run(
+            x.to(device), there(b), there(c), dt.to(device), there(a), chunk_size=32
+        )
+    return float((y.cpu().double() - want).norm() / want.norm())
+
+
+@functools.cache
+def _choose(shape: Shape) -> Backend:
+    """The first of AUTO_ORDER that can run here and agrees with the oracle; says which and why, once."""
+    passed_over = []
+    for name in AUTO_ORDER:
+        reason = BACKENDS[name].refuse(shape)
+        error = _parity_error(name, shape.device) if reason is None else float("nan")
+        if reason is None and error < 1e-4:
+            why = f"parity with the oracle on {shape.device.type}: {error:.1e}"
+            print(f"[ssd] auto: '{name}' ({'; '.join([why, *passed_over])})")
+            return BACKENDS[name]
+        passed_over.append(f"not '{name}': {reason or f'relative error {error:.1e}'}")
+    raise UserError(f"ssd_dispatch='auto' found nothing that runs here: {'; '.join(passed_over)}.")
+
+
+def resolve(dispatch: str, shape: Shape) -> Backend:
+    """The backend that an explicit request means; never another one.
+
+    Raises:
+        UserError: the name is unknown, or the backend cannot run here (with its reason).
+    """
+    if dispatch == "auto":
+        return _choose(shape)
+    if dispatch not in BACKENDS:
+        raise UserError(
+            f"ssd_dispatch={dispatch!r} is unknown; choose one of {', '.join(DISPATCH_NAMES)}."
+        )
+    reason = BACKENDS[dispatch].refuse(shape)
+    if reason is not None:
+        raise UserError(f"ssd_dispatch={dispatch!r} cannot run here: {reason}")
+    return BACKENDS[dispatch]

@@ -1,0 +1,260 @@
+"""TrainingConfig: every knob of a run, how a YAML fills it, and which ones may change on resume."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mamba3_lite import env
+from mamba3_lite.errors import UserError
+from mamba3_lite.models.ssd_backends import DISPATCH_NAMES
+from mamba3_lite.models.transformer import ModelConfig
+from mamba3_lite.schema import ResolvedConfig, Sections, keys_of, nearest, read_config
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DATA_ORDERS = ("sequential", "shuffled")
+
+
+def _knob(default: Any, text: str, *, resume: str = "free") -> Any:
+    """A field with its one sentence, and what a changed value means on resume: free, safe or refused."""
+    return field(default=default, metadata={"help": text, "resume": resume})
+
+
+@dataclass
+class DataConfig:
+    """What ``prepare`` reads of the YAML's ``data:`` section."""
+
+    tokenizer: str = _knob("gpt2", "gpt2, or the path of a tokenizer.json")
+    shard_size_tokens: int = _knob(50_000_000, "tokens a shard holds")
+    max_tokens: int = _knob(0, "token budget of the prepared data; 0 takes all")
+    data_mix: str = _knob("", "name of the mix in configs/data")
+
+
+@dataclass
+class TrainingConfig:
+    """One run. Steps are optimizer steps, except where the name says micro-steps."""
+
+    model_config: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "fields of ModelConfig", "resume": "refused"}
+    )
+    data_path: str = _knob("data/pretrain_data.bin", "training data: file or folder of shards")
+    checkpoint_dir: str = _knob("checkpoints/pretrain", "the run folder")
+    vocab_size: int = _knob(50257, "size of the vocabulary", resume="refused")
+    max_seq_len: int = _knob(2048, "tokens of a training window", resume="refused")
+    batch_size: int = _knob(16, "sequences of a micro-step", resume="safe")
+    gradient_accumulation_steps: int = _knob(2, "micro-steps of an optimizer step", resume="safe")
+    max_steps: int = _knob(256_000, "optimizer steps of the run")
+    warmup_steps: int = _knob(2000, "optimizer steps of linear warm-up")
+    lr: float = _knob(3e-4, "peak learning rate")
+    min_lr_ratio: float = _knob(0.05, "floor of the cosine, as a share of lr")
+    weight_decay: float = _knob(0.1, "AdamW decay of parameters with two or more dimensions")
+    beta1: float = _knob(0.9, "AdamW first-moment decay")
+    beta2: float = _knob(0.95, "AdamW second-moment decay")
+    max_grad_norm: float = _knob(1.0, "gradients are clipped to this global norm")
+    grad_checkpoint: bool = _knob(True, "recompute each block in the backward pass")
+    compile_model: bool = _knob(True, "torch.compile the blocks")
+    compile_mode: str = _knob("max-autotune", "mode of torch.compile")
+    save_every: int = _knob(4000, "optimizer steps between checkpoints")
+    log_every: int = _knob(50, "micro-steps between log lines")
+    nan_guard: bool = _knob(True, "drop windows with a non-finite loss or gradient norm")
+    nan_guard_max_consecutive: int = _knob(5, "dropped windows in a row before a rollback")
+    # Ours, appended.
+    seed: int = _knob(0, "seed of the initial weights and of the data order", resume="refused")
+    data_order: str = _knob("sequential", "sequential, or shuffled once an epoch", resume="refused")
+    num_workers: int = _knob(0, "processes that read data ahead")
+    val_data_path: str = _knob("", "validation data; empty: none")
+    eval_interval: int = _knob(0, "optimizer steps between validations; 0: only at the end")
+    eval_batches: int = _knob(0, "micro-batches of a validation; 0: all")
+    keep_last: int = _knob(3, "newest checkpoints to keep; 0: all")
+    keep_every: int = _knob(0, "also keep each checkpoint at a multiple of this; 0: none")
+    max_time_sec: float = _knob(0.0, "save and stop after this many seconds; 0: no limit")
+    max_rollbacks: int = _knob(3, "rollbacks without progress before the run gives up")
+    tensorboard: bool = _knob(True, "write TensorBoard files when the package is there")
+    data: DataConfig = field(
+        default_factory=DataConfig, metadata={"help": "what prepare reads", "resume": "free"}
+    )
+
+    @property
+    def tokens_per_micro_step(self) -> int:
+        """Tokens of one forward and backward pass."""
+        return self.batch_size * self.max_seq_len
+
+    @property
+    def samples_per_step(self) -> int:
+        """Windows an optimizer step consumes."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an optimizer step consumes."""
+        return self.tokens_per_micro_step * self.gradient_accumulation_steps
+
+    @property
+    def total_tokens(self) -> int:
+        """Token exposures of the whole run."""
+        return self.tokens_per_step * self.max_steps
+
+    def model(self) -> ModelConfig:
+        """The model this run trains; the trainer's grad_checkpoint fills in where the model section is silent."""
+        given = {"vocab_size": self.vocab_size, "max_seq_len": self.max_seq_len}
+        return ModelConfig(
+            **{"grad_checkpoint": self.grad_checkpoint, **self.model_config, **given}
+        )
+
+
+TrainConfig = TrainingConfig
+
+_RENAMED = {
+    "batch_size": "micro_batch_size",
+    "max_steps": "total_steps",
+    "max_grad_norm": "grad_clip",
+    "save_every": "save_interval",
+    "log_every": "log_interval",
+    "checkpoint_dir": "save_dir",
+    "compile_model": "compile",
+    "data_path": "train_data_path",
+    "data_order": "order",
+}
+_DATA_FIELDS = ("data_path", "val_data_path", "data_order", "num_workers")
+
+SECTIONS: Sections = {
+    "model": keys_of("model", ModelConfig),
+    "training": keys_of(
+        "training",
+        TrainingConfig,
+        exclude=("model_config", "vocab_size", "max_seq_len", "data", *_DATA_FIELDS),
+        rename=_RENAMED,
+    ),
+    "data": {
+        **keys_of("data", DataConfig),
+        **keys_of("training", TrainingConfig, only=_DATA_FIELDS, rename=_RENAMED),
+    },
+}
+
+
+def yaml_key(name: str) -> str:
+    """How a YAML spells a field of TrainingConfig, as ``section.key``."""
+    section = "data" if name in _DATA_FIELDS else "training"
+    return f"{section}.{_RENAMED.get(name, name)}"
+
+
+def load_training_config(
+    path: str | Path | None, overrides: list[str] | None = None
+) -> tuple[TrainingConfig, dict[str, str]]:
+    """Reads, types and validates a configuration; returns it with the source of each value that is not a default.
+
+    Raises:
+        UserError: every problem, in one message.
+    """
+    resolved = read_config(path, SECTIONS, overrides or [])
+    config = config_from_values(resolved)
+    mode = env.read("TORCH_COMPILE_MODE")
+    if mode:
+        config.compile_mode = mode
+        resolved.sources["training.compile_mode"] = "environment variable TORCH_COMPILE_MODE"
+    validate(config)
+    return config, resolved.sources
+
+
+def config_from_values(resolved: ResolvedConfig) -> TrainingConfig:
+    """Puts typed values where they belong; model.vocab_size and model.max_seq_len fill the trainer's fields."""
+    model = resolved.values.get("model", {})
+    shared = {name: model[name] for name in ("vocab_size", "max_seq_len") if name in model}
+    return TrainingConfig(
+        model_config=dict(model),
+        data=DataConfig(**resolved.values.get("data", {})),
+        **shared,
+        **resolved.values.get("training", {}),
+    )
+
+
+def validate(config: TrainingConfig) -> None:
+    """Ranges and relations of every knob; ``UserError`` with all problems in one message."""
+    problems = []
+
+    def need(ok: bool, name: str, rule: str) -> None:
+        if not ok:
+            problems.append(f"{yaml_key(name)} must be {rule}, got {getattr(config, name)!r}")
+
+    for name in (
+        "batch_size", "gradient_accumulation_steps", "max_steps", "save_every", "log_every",
+        "nan_guard_max_consecutive",
+    ):  # fmt: skip
+        need(getattr(config, name) >= 1, name, "at least 1")
+    for name in (
+        "warmup_steps", "weight_decay", "num_workers", "eval_interval", "eval_batches",
+        "keep_last", "keep_every", "max_time_sec", "max_rollbacks", "seed",
+    ):  # fmt: skip
+        need(getattr(config, name) >= 0, name, "0 or more")
+    need(config.lr > 0 and config.lr < float("inf"), "lr", "a positive number")
+    need(config.max_grad_norm > 0, "max_grad_norm", "positive")
+    need(0 <= config.min_lr_ratio <= 1, "min_lr_ratio", "between 0 and 1")
+    for name in ("beta1", "beta2"):
+        need(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
+    need(
+        config.warmup_steps < config.max_steps,
+        "warmup_steps",
+        f"below training.total_steps ({config.max_steps})",
+    )
+    need(config.data_order in DATA_ORDERS, "data_order", f"one of {', '.join(DATA_ORDERS)}")
+    need(
+        config.compile_mode in COMPILE_MODES,
+        "compile_mode",
+        f"one of {', '.join(COMPILE_MODES)}{nearest(config.compile_mode, COMPILE_MODES)}",
+    )
+    if config.eval_interval and not config.val_data_path:
+        problems.append("training.eval_interval needs data.val_data_path")
+    try:
+        model = config.model()
+        if model.ssd_dispatch not in DISPATCH_NAMES:
+            known = nearest(model.ssd_dispatch, DISPATCH_NAMES)
+            problems.append(
+                f"model.ssd_dispatch must be one of {', '.join(DISPATCH_NAMES)}, "
+                f"got {model.ssd_dispatch!r}{known}"
+            )
+    except UserError as problem:
+        problems.append(str(problem).rstrip("."))
+    if problems:
+        raise UserError("; ".join(problems) + ".")
+
+
+# These choose how the model is computed, not what it is.
+_FREE_MODEL_FIELDS = ("chunk_size", "ssd_dispatch", "grad_checkpoint", "init_std")
+
+
+def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
+    """Compares the configuration a checkpoint was made with (``dataclasses.asdict``) with the present one.
+
+    Free knobs may change and are reported; batch geometry may change at equal tokens per optimizer step; what fixes the model or the
+    data stream may not.
+
+    Returns:
+        One sentence for each change that takes effect.
+
+    Raises:
+        UserError: a refused change, naming each key with both values.
+    """
+    notes, refused = [], []
+    present = dataclasses.asdict(config)
+    for f in dataclasses.fields(TrainingConfig):
+        if f.name in ("model_config", "data") or saved.get(f.name) == present[f.name]:
+            continue
+        change = f"{yaml_key(f.name)}: {saved.get(f.name)!r} -> {present[f.name]!r}"
+        (refused if f.metadata["resume"] == "refused" else notes).append(change)
+    was = TrainingConfig(**{**saved, "data": DataConfig(**saved["data"])})
+    old_model, new_model = dataclasses.asdict(was.model()), dataclasses.asdict(config.model())
+    for name, value in new_model.items():
+        if old_model[name] != value and name not in ("vocab_size", "max_seq_len"):
+            change = f"model.{name}: {old_model[name]!r} -> {value!r}"
+            (notes if name in _FREE_MODEL_FIELDS else refused).append(change)
+    if was.samples_per_step != config.samples_per_step:
+        refused.append(
+            f"sequences of an optimizer step (micro_batch_size x gradient_accumulation_steps): {was.samples_per_step} -> "
+            f"{config.samples_per_step}"
+        )
+    if refused:
+        raise UserError(
+            f"Cannot resume from {config.checkpoint_dir} with a changed {'; '.join(refused)}. Set it back, or start in a new "
+            "training.save_dir."
+        )
+    return notes

@@ -1,0 +1,667 @@
+"""The training loop: one micro-step, the run around it, and the command that starts it."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mamba3_lite import env, hardware
+from mamba3_lite.data.dataset import DummyDataset, PretrainDataset
+from mamba3_lite.data.loader import SampleOrder, advance, make_loader
+from mamba3_lite.errors import UserError, user_errors_as_one_line
+from mamba3_lite.models.arithmetic import model_flops_per_token
+from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.training.config import (
+    TrainConfig,
+    TrainingConfig,
+    check_resume,
+    load_training_config,
+    validate,
+)
+from mamba3_lite.training.guard import AccumulationWindow
+from mamba3_lite.training.losses import next_token_loss
+from mamba3_lite.training.optim import (
+    build_optimizer,
+    gradient_norm,
+    load_optimizer,
+    scale_gradients,
+)
+from mamba3_lite.training.schedule import build_schedule, resume_schedule
+from mamba3_lite.training.train_state import TrainState
+from mamba3_lite.training.validation import evaluate
+from mamba3_lite.utils.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    CheckpointWriteError,
+    estimate_bytes,
+    load_weights,
+    require_free_space,
+)
+from mamba3_lite.utils.logging import TrainingLogger
+
+__all__ = ["Pretrainer", "TrainConfig", "TrainingConfig", "main", "train_step"]
+
+EXIT_DONE, EXIT_OUT_OF_TIME = 0, 75
+DRY_RUN_OPT_STEPS = 2
+DEFAULT_CONFIG = "configs/pretrain_a100_400m.yaml"
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    config: TrainingConfig,
+    amp_context: AbstractContextManager,
+    log: Callable[[str], None],
+    opt_steps: int,
+    tokens: Tensor,
+    targets: Tensor,
+    micro_step: int,
+) -> tuple[dict[str, Any] | None, int]:
+    """One micro-step, and the optimizer step when it closes an accumulation window.
+
+    Gradients are those of the summed loss; they are divided by the number of counted tokens of the whole window when it closes, so
+    every token weighs the same however the window is cut. A window with a non-finite loss or gradient norm changes nothing.
+
+    Args:
+        tokens, targets: (B, T) int64; targets of -100 do not count.
+        micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a multiple of the accumulation.
+        opt_steps: optimizer steps taken so far.
+
+    Returns:
+        Metrics (0-d tensors on the model's device: loss_sum, tokens, loss; floats: lr; grad_norm at a window's end), or ``None`` when
+        the micro-step is known to be dropped; and the new count of optimizer steps.
+    """
+    accumulation = config.gradient_accumulation_steps
+    window = AccumulationWindow.of(optimizer)
+    if micro_step % accumulation == 0:
+        window.open(optimizer)
+    metrics: dict[str, Any] | None = None
+    if not window.dropped:
+        with amp_context:
+            loss_sum, count = next_token_loss(model, tokens, targets)
+        # A constant near the final divisor keeps the accumulated gradient in its usual range.
+        nominal = tokens.numel() * accumulation
+        (loss_sum / nominal).backward()
+        loss_sum = loss_sum.detach()
+        window.add(loss_sum, count)
+        metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
+        # On a CPU looking costs nothing; on a GPU it would stop the queue, so it waits for the window's end.
+        if config.nan_guard and loss_sum.device.type == "cpu" and not torch.isfinite(loss_sum):
+            window.drop(optimizer)
+            log(f"[nan-guard] loss {float(loss_sum)} at micro_step {micro_step}: window dropped")
+            metrics = None
+    if (micro_step + 1) % accumulation == 0 and not window.dropped:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rescale = nominal / torch.as_tensor(window.tokens).clamp_min(1).to(loss_sum)
+        norm = gradient_norm(parameters) * rescale
+        if config.nan_guard and not bool(torch.isfinite(norm + window.loss_sum)):
+            window.drop(optimizer)
+            log(f"[nan-guard] gradient norm {float(norm)} at micro_step {micro_step}: window dropped")
+            metrics = None
+        else:
+            scale_gradients(parameters, rescale * (config.max_grad_norm / (norm + 1e-6)).clamp_max(1))
+            optimizer.step()
+            scheduler.step()
+            opt_steps += 1
+            assert metrics is not None
+            metrics["grad_norm"] = norm
+    if metrics is not None:
+        metrics["lr"] = scheduler.get_last_lr()[0]
+    return metrics, opt_steps
+
+
+def _enforce_triton_env_var(model_config: dict[str, Any], log: Callable[[str], None]) -> None:
+    """Rewrites a "triton" dispatch to "pytorch", with one line, unless ENABLE_TRITON_KERNELS=1."""
+    if model_config.get("ssd_dispatch") == "triton" and env.read("ENABLE_TRITON_KERNELS") != "1":
+        log(
+            "[warn] ssd_dispatch='triton' requires ENABLE_TRITON_KERNELS=1; "
+            "forcing ssd_dispatch='pytorch' for this run."
+        )
+        model_config["ssd_dispatch"] = "pytorch"
+
+
+def _compile_refusal(device: torch.device) -> str | None:
+    """Why torch.compile cannot work here, or None."""
+    if device.type == "cuda":
+        return None
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return "no C++ compiler"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "no Python headers"
+    return None
+
+
+def compile_blocks(model: Mamba3Transformer, mode: str) -> None:
+    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names."""
+    for block in model.layers:
+        block._forward_impl = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+class Pretrainer:
+    """One run: builds everything a configuration names, resumes by itself, trains, logs, validates, saves.
+
+    Args:
+        config: validated here; never changed by the run except for the dry run's smaller shape.
+        resume: exactly this optimizer step; None takes the newest intact checkpoint, if there is any.
+        dry_run: two optimizer steps at the unmodified schedule; the run folder is neither read nor written.
+        full_shape: keep the literal shape in a dry run on a CPU.
+        sources: where each value of ``config`` came from, for the record in the run folder.
+
+    Raises:
+        UserError: anything wrong with the configuration, the data or the checkpoints, before the first step.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        resume: int | None = None,
+        dry_run: bool = False,
+        full_shape: bool = False,
+        sources: dict[str, str] | None = None,
+    ):
+        validate(config)
+        self.dry_run = dry_run
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.config = config = dataclasses.replace(config, model_config=dict(config.model_config))
+        self.run_dir = None if dry_run else Path(config.checkpoint_dir)
+        self._sources = sources or {}
+        self._notes: list[str] = []
+        _enforce_triton_env_var(config.model_config, self._notes.append)
+        if dry_run and self.device.type == "cpu" and not full_shape:
+            config.batch_size, config.max_seq_len = 1, min(config.max_seq_len, 256)
+            shape = f"micro batch 1, {config.max_seq_len} tokens"
+            self._notes.append(f"[dry-run] on a CPU: {shape} (--full-shape keeps the configuration's)")
+        self._open_data()
+
+        self.checkpoints: CheckpointManager | None = None
+        checkpoint = None
+        if self.run_dir is not None:
+            self.checkpoints = CheckpointManager(
+                self.run_dir, keep_last=config.keep_last, keep_every=config.keep_every, log=self._notes.append
+            )  # fmt: skip
+            checkpoint = self.checkpoints.load(resume)
+            if checkpoint is not None:
+                self._notes += check_resume(checkpoint.meta["config"], config)
+                self._check_data(checkpoint.meta)
+        self._build(checkpoint)
+        self._open_log(checkpoint)
+
+    def _open_data(self) -> None:
+        config = self.config
+        self.dataset: PretrainDataset | DummyDataset
+        if self.dry_run and not Path(config.data_path).exists():
+            self._notes.append(f"[dry-run] {config.data_path} does not exist: random tokens instead")
+            windows = DRY_RUN_OPT_STEPS * config.samples_per_step
+            self.dataset = DummyDataset(windows, config.max_seq_len, config.vocab_size, config.seed)
+        else:
+            self.dataset = PretrainDataset(config.data_path, config.max_seq_len, config.vocab_size)
+        self.order = SampleOrder(self.dataset.n_windows, config.data_order, config.seed)
+        self.val_dataset = None
+        if config.val_data_path:
+            self.val_dataset = PretrainDataset(
+                config.val_data_path, config.max_seq_len, config.vocab_size
+            )
+
+    def _check_data(self, meta: dict[str, Any]) -> None:
+        if meta["data_fingerprint"] != self.dataset.fingerprint:
+            raise UserError(
+                f"{self.config.data_path} does not hold the data that {self.config.checkpoint_dir} was trained on; point "
+                "data.train_data_path at it, or start in a new training.save_dir."
+            )
+
+    def _build(self, checkpoint: Checkpoint | None) -> None:
+        config = self.config
+        torch.manual_seed(config.seed)
+        self.model = Mamba3Transformer(config.model())
+        if self.run_dir is not None:
+            needed = estimate_bytes(self.model.state_dict())
+            require_free_space(self.run_dir, 3 * needed)
+        self.model.to(self.device).train()
+        self.optimizer = build_optimizer(self.model, config)
+        self.scheduler = build_schedule(self.optimizer, config)
+        self.state = TrainState()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.amp_context: AbstractContextManager = contextlib.nullcontext()
+        if self.device.type == "cuda":
+            self.amp_context = torch.autocast("cuda", dtype=torch.bfloat16)
+        else:
+            self._notes.append("[warn] no CUDA device: training in float32 on the CPU")
+        if config.compile_model:
+            refusal = _compile_refusal(self.device)
+            if refusal is None:
+                compile_blocks(self.model, config.compile_mode)
+                self._notes.append(f"torch.compile (mode={config.compile_mode})")
+            else:
+                self._notes.append(f"[warn] not compiled: {refusal}")
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Weights, moments, schedule, counters and generators from a checkpoint."""
+        load_weights(self.model, checkpoint.model)
+        load_optimizer(self.optimizer, checkpoint.training["optimizer"], self.config)
+        self.state = TrainState.from_dict(checkpoint.meta["state"])
+        resume_schedule(self.scheduler, self.state.opt_step)
+        windows = self.state.micro_step // checkpoint.meta["config"]["gradient_accumulation_steps"]
+        self.state.micro_step = windows * self.config.gradient_accumulation_steps
+        torch.set_rng_state(checkpoint.training["random"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in checkpoint.training["random"]:
+            torch.cuda.set_rng_state(checkpoint.training["random"]["cuda"])
+
+    def _open_log(self, checkpoint: Checkpoint | None) -> None:
+        self.logger = TrainingLogger(
+            self.run_dir,
+            resume_micro_step=0 if checkpoint is None else checkpoint.meta["state"]["micro_step"],
+            config=dataclasses.asdict(self.config),
+            wandb_id=None if checkpoint is None else checkpoint.meta["wandb_id"],
+            tensorboard=self.config.tensorboard,
+        )
+        if self.run_dir is not None:
+            self._write_record("config.yaml", yaml.safe_dump(self._resolved(), sort_keys=False))
+            self._write_record("env.json", json.dumps(hardware.environment_record(), indent=2))
+        for note in self._notes:
+            self.logger.info(note)
+        if checkpoint is not None:
+            self.logger.info(
+                f"resumed from {self.config.checkpoint_dir} at opt_step {self.state.opt_step}, "
+                f"sample {self.state.samples_seen:,}"
+            )
+
+    def _resolved(self) -> dict[str, Any]:
+        """What the run folder keeps: every value, and the source of each that is not a default."""
+        values = dataclasses.asdict(self.config)
+        values["model_config"] = dataclasses.asdict(self.config.model())
+        return {"config": values, "sources": self._sources}
+
+    def _write_record(self, name: str, text: str) -> None:
+        assert self.run_dir is not None
+        temporary = self.run_dir / f".{name}.{os.getpid()}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.run_dir / name)
+
+    # The run ---------------------------------------------------------------------------------------------------------
+
+    def train(self) -> int:
+        """Trains to the end, or to a signal or time limit; returns the process's exit code.
+
+        0: finished (or dry run passed); 75: out of ``max_time_sec``, saved; 130 / 143: SIGINT / SIGTERM, saved.
+        """
+        config, state = self.config, self.state
+        last = min(config.max_steps, DRY_RUN_OPT_STEPS) if self.dry_run else config.max_steps
+        if state.opt_step >= last:
+            self.logger.info(f"already finished: opt_step {state.opt_step} of {last}")
+            self.logger.close()
+            return EXIT_DONE
+        with self.logger, _StopRequest(config.max_time_sec) as stop:
+            self.logger.progress(last, state.opt_step)
+            code = self._train_to(last, stop)
+        return code
+
+    def _train_to(self, last: int, stop: "_StopRequest") -> int:
+        self._meter = _Meter()
+        self._mark_boundary()
+        batches = self._batches()
+        while self.state.opt_step < last:
+            self._micro_step(*next(batches))
+            if self.state.micro_step % self.config.log_every == 0:
+                self._log_row()
+            if self.state.micro_step % self.config.gradient_accumulation_steps == 0:
+                rolled_back = self._close_window(last)
+                batches = self._batches() if rolled_back else batches
+            if stop.code is not None:
+                self._save(boundary=True)
+                self.logger.info(f"{stop.reason}: saved at opt_step {self._boundary[0].opt_step}")
+                return stop.code
+        return EXIT_DONE
+
+    def _batches(self) -> Iterator[Any]:
+        return iter(
+            make_loader(
+                self.dataset,
+                self.order,
+                start_sample=self.state.samples_seen,
+                batch_size=self.config.batch_size,
+                skip_spans=self.state.skip_spans,
+                num_workers=self.config.num_workers,
+                pin_memory=self.device.type == "cuda",
+            )
+        )
+
+    def _micro_step(self, tokens: Tensor, targets: Tensor) -> None:
+        state = self.state
+        metrics, opt_step = train_step(
+            self.model, self.optimizer, self.scheduler, self.config, self.amp_context, self._guard_line,
+            state.opt_step, tokens.to(self.device, non_blocking=True),
+            targets.to(self.device, non_blocking=True), state.micro_step,
+        )  # fmt: skip
+        state.micro_step += 1
+        state.samples_seen = advance(state.samples_seen, tokens.shape[0], state.skip_spans)
+        self._progressed = opt_step > state.opt_step
+        state.opt_step = opt_step
+        self._meter.took(tokens.numel())
+        if metrics is not None:
+            self._meter.pending.append(metrics)
+
+    def _guard_line(self, line: str) -> None:
+        self.logger.event(
+            "nan-guard", line, opt_step=self.state.opt_step, micro_step=self.state.micro_step + 1
+        )
+
+    def _close_window(self, last: int) -> bool:
+        """What happens between two accumulation windows; True after a rollback."""
+        state, config = self.state, self.config
+        if not self._progressed:
+            return self._strike()
+        state.strikes = 0
+        loss = self._flush_losses()
+        alarm = state.spike.check(loss)
+        if alarm is not None:
+            self.logger.event("spike", f"[spike] {alarm}", opt_step=state.opt_step, micro_step=state.micro_step)
+        self.logger.advance(state.opt_step, loss)
+        self._mark_boundary()
+        at_end = state.opt_step >= last
+        with self._meter.paused():
+            if self.val_dataset is not None and (
+                at_end or (config.eval_interval and state.opt_step % config.eval_interval == 0)
+            ):
+                self._validate()
+            if at_end or state.opt_step % config.save_every == 0:
+                self._save()
+        return False
+
+    def _mark_boundary(self) -> None:
+        self._boundary = (self.state.snapshot(), _random_state())
+
+    def _flush_losses(self) -> float:
+        """Moves what the micro-steps left into the log window; returns the token-weighted loss of what was moved."""
+        loss_sum, tokens = 0.0, 0
+        for metrics in self._meter.pending:
+            value = float(metrics["loss_sum"])
+            if math.isfinite(value):
+                loss_sum += value
+                tokens += int(metrics["tokens"])
+            if "grad_norm" in metrics:
+                self._meter.grad_norm = float(metrics["grad_norm"])
+        self._meter.pending.clear()
+        self.state.log_loss_sum += loss_sum
+        self.state.log_tokens += tokens
+        self.state.tokens_seen += tokens
+        return loss_sum / max(1, tokens)
+
+    def _log_row(self) -> None:
+        state, meter = self.state, self._meter
+        self._flush_losses()
+        tps = meter.tokens_per_sec()
+        peak = hardware.peak_bf16_flops(hardware.device_name(self.device))
+        row = {
+            "opt_step": state.opt_step,
+            "micro_step": state.micro_step,
+            "loss": state.log_loss_sum / state.log_tokens if state.log_tokens else math.nan,
+            "lr": self.scheduler.get_last_lr()[0],
+            "tps": tps,
+            "grad_norm": meter.grad_norm,
+            "peak_mem_gib": hardware.peak_memory_bytes(self.device) / 2**30,
+            "tokens_seen": state.tokens_seen,
+            "samples_seen": state.samples_seen,
+            "epoch": self.order.epoch(max(0, state.samples_seen - 1)),
+            "dropped_windows": state.dropped_windows,
+        }
+        if peak is not None and self.device.type == "cuda":
+            row["mfu"] = model_flops_per_token(self.model.cfg) * tps / peak
+        self.logger.log(row)
+        state.log_loss_sum, state.log_tokens = 0.0, 0
+        if meter.first_sec is not None:
+            self.logger.info(f"first micro-step took {meter.first_sec:.1f} s")
+        meter.restart()
+
+    def _validate(self) -> None:
+        assert self.val_dataset is not None
+        loss, tokens = evaluate(
+            self.model,
+            self.val_dataset,
+            batch_size=self.config.batch_size,
+            device=self.device,
+            amp_context=self.amp_context,
+            max_batches=self.config.eval_batches,
+        )
+        self.last_val_loss = loss
+        self.logger.log_validation(
+            {
+                "opt_step": self.state.opt_step,
+                "micro_step": self.state.micro_step,
+                "val_loss": loss,
+                "val_tokens": tokens,
+            }
+        )
+
+    # Saving and going back -------------------------------------------------------------------------------------------
+
+    def _save(self, *, boundary: bool = False) -> None:
+        """Writes a checkpoint; with ``boundary`` of the last window boundary, so that an open window is replayed on resume."""
+        if self.checkpoints is None:
+            return
+        self.state.rollbacks = 0
+        state, random = self._boundary if boundary else (self.state, _random_state())
+        meta = {
+            "state": state.to_dict(),
+            "config": dataclasses.asdict(self.config),
+            "data_fingerprint": self.dataset.fingerprint,
+            "model": dataclasses.asdict(self.model.cfg),
+            "wandb_id": self.logger.wandb_id,
+        }
+        training = {"optimizer": self.optimizer.state_dict(), "random": random}
+        at_end = boundary or state.opt_step >= self.config.max_steps
+        try:
+            self.checkpoints.save(state.opt_step, self.model.state_dict(), training, meta)
+        except CheckpointWriteError as problem:
+            # The next one may succeed, and the run is worth more than this file; at the end there is no next one.
+            self.logger.event(
+                "save-failed", f"[warn] {problem}", opt_step=state.opt_step, micro_step=state.micro_step
+            )
+            if at_end:
+                raise UserError(f"The last checkpoint could not be written: {problem}") from problem
+
+    def _strike(self) -> bool:
+        """A window was dropped: counts it, and goes back to a checkpoint after too many in a row. True after a rollback."""
+        state, config = self.state, self.config
+        self._meter.pending.clear()
+        if state.strikes == 0:
+            state.first_strike_sample = self._boundary[0].samples_seen
+        state.strikes += 1
+        state.dropped_windows += 1
+        if state.strikes >= config.nan_guard_max_consecutive:
+            self._roll_back()
+            return True
+        self._mark_boundary()
+        return False
+
+    def _roll_back(self) -> None:
+        lost, config = self.state, self.config
+        after = f"{lost.strikes} windows in a row without a finite loss and gradient"
+        if lost.rollbacks >= config.max_rollbacks:
+            raise RuntimeError(f"[nan-guard] {after}, after {lost.rollbacks} rollbacks: giving up.")
+        checkpoint = None if self.checkpoints is None else self.checkpoints.load(None)
+        if checkpoint is None:
+            raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
+        self._restore(checkpoint)
+        state = self.state
+        state.skip_spans.append([lost.first_strike_sample, lost.samples_seen])
+        state.dropped_windows, state.rollbacks = lost.dropped_windows, lost.rollbacks + 1
+        state.strikes = 0
+        self._mark_boundary()
+        self._meter.restart()
+        self.logger.event(
+            "rollback",
+            f"[nan-guard] {after}: back to opt_step {state.opt_step}, skipping samples "
+            f"{lost.first_strike_sample:,} to {lost.samples_seen:,}",
+            opt_step=state.opt_step,
+            micro_step=state.micro_step,
+        )
+
+
+class _Meter:
+    """Times a log window, without the first micro-step of the process (compilation) and without validation and saving."""
+
+    def __init__(self) -> None:
+        self.pending: list[dict[str, Any]] = []
+        self.grad_norm = math.nan
+        self.first_sec: float | None = None
+        self._first = True
+        self.restart()
+
+    def restart(self) -> None:
+        """Opens a new log window."""
+        self._start, self._tokens, self._paused_sec = time.perf_counter(), 0, 0.0
+        if not self._first:
+            self.first_sec = None
+
+    def took(self, tokens: int) -> None:
+        """Counts a micro-step."""
+        self._tokens += tokens
+        if self._first:
+            self._first = False
+            self.first_sec = time.perf_counter() - self._start
+            self._first_tokens = tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        start = time.perf_counter()
+        yield
+        self._paused_sec += time.perf_counter() - start
+
+    def tokens_per_sec(self) -> float:
+        """Trained tokens a second in this window."""
+        tokens, elapsed = self._tokens, time.perf_counter() - self._start - self._paused_sec
+        if self.first_sec is not None and tokens > self._first_tokens:
+            tokens, elapsed = tokens - self._first_tokens, elapsed - self.first_sec
+        return tokens / elapsed
+
+
+class _StopRequest:
+    """Turns SIGINT, SIGTERM and a time limit into a wish that the loop reads once a micro-step; a second signal kills at once."""
+
+    def __init__(self, max_time_sec: float):
+        self._deadline = time.monotonic() + max_time_sec if max_time_sec else math.inf
+        self._signal: signal.Signals | None = None
+
+    def __enter__(self) -> "_StopRequest":
+        self._old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signal = signal.Signals(number)
+        signal.signal(number, self._old[self._signal])
+
+    @property
+    def code(self) -> int | None:
+        """The exit code when the run should stop, else None."""
+        if self._signal is not None:
+            return 128 + self._signal
+        return EXIT_OUT_OF_TIME if time.monotonic() > self._deadline else None
+
+    @property
+    def reason(self) -> str:
+        """What asked for the stop."""
+        return self._signal.name if self._signal is not None else "out of time"
+
+
+def find_config(path: str) -> Path:
+    """The file itself, or for ``configs/...`` outside a checkout the copy that is shipped with the package."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (Path(path), package / path, package.parent / path):
+        if candidate.is_file():
+            return candidate
+    return Path(path)
+
+
+def pretrain_command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, such as training.lr=6e-4.")
+    ] = None,
+    config: Annotated[str, typer.Option(help="YAML configuration.")] = DEFAULT_CONFIG,
+    data_path: Annotated[str | None, typer.Option(help="Training data.")] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(help="Run folder.")] = None,
+    resume: Annotated[
+        int | None, typer.Option(help="Resume from exactly this optimizer step; default: the newest.")
+    ] = None,
+    no_checkpoint: Annotated[
+        bool, typer.Option("--no-checkpoint", help="Gradient checkpointing off.")
+    ] = False,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Skip torch.compile.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Two optimizer steps; the run folder is left alone.")
+    ] = False,
+    full_shape: Annotated[
+        bool, typer.Option("--full-shape", help="Dry run on a CPU: keep the literal shape.")
+    ] = False,
+    max_time: Annotated[
+        float | None, typer.Option(help="Save and exit with code 75 after this many seconds.")
+    ] = None,
+) -> None:
+    """Pretrain a model; a run folder that holds checkpoints is resumed.
+
+    Examples:
+
+    mamba3-lite pretrain --config configs/debug_cpu.yaml
+
+    mamba3-lite pretrain --config configs/pretrain_a100_400m.yaml --dry-run --no-compile
+
+    mamba3-lite pretrain --config run.yaml training.lr=6e-4 model.chunk_size=128
+
+    Exit codes: 0 finished, 2 user error, 75 out of --max-time, 130 / 143 after SIGINT / SIGTERM (the last three saved).
+    """
+    settings, sources = load_training_config(find_config(config), list(overrides or []))
+    changes: dict[str, Any] = {
+        "data_path": data_path,
+        "checkpoint_dir": checkpoint_dir,
+        "max_time_sec": max_time,
+        "grad_checkpoint": False if no_checkpoint else None,
+        "compile_model": False if no_compile else None,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    sources |= {name: "command line" for name in changes}
+    if no_checkpoint and settings.model_config.get("grad_checkpoint"):
+        print("[warn] model.grad_checkpoint: true is explicit and wins over --no-checkpoint")
+    settings = dataclasses.replace(settings, **changes)
+    trainer = Pretrainer(
+        settings, resume=resume, dry_run=dry_run, full_shape=full_shape, sources=sources
+    )
+    raise typer.Exit(trainer.train())
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The seeds' command, ``python3 training/pretrain.py ...``."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(pretrain_command)
+    with user_errors_as_one_line():
+        app(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,44 @@
+"""All bookkeeping of a run in one object, saved and loaded whole."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from mamba3_lite.errors import UserError
+from mamba3_lite.training.guard import SpikeAlarm
+
+
+@dataclass
+class TrainState:
+    """Where a run stands. At a window boundary this, the weights, the moments and the generators are the whole run."""
+
+    opt_step: int = 0
+    micro_step: int = 0
+    samples_seen: int = 0  # position in the global sample stream, skipped spans included
+    tokens_seen: int = 0  # tokens that were trained on
+    dropped_windows: int = 0
+    strikes: int = 0  # dropped windows in a row
+    first_strike_sample: int = 0
+    rollbacks: int = 0  # since the last checkpoint that holds progress
+    skip_spans: list[list[int]] = field(default_factory=list)  # [start, stop) global samples
+    log_loss_sum: float = 0.0  # of the log window that is still open
+    log_tokens: int = 0
+    spike: SpikeAlarm = field(default_factory=SpikeAlarm)
+
+    def snapshot(self) -> "TrainState":
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; floats survive exactly."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "TrainState":
+        """Strict: every field must be there and no other."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(saved) != names:
+            odd = sorted(set(saved) ^ names)
+            raise UserError(f"The checkpoint's training state does not fit this version: {odd}.")
+        return cls(**{**saved, "spike": SpikeAlarm(**saved["spike"])})

@@ -1,0 +1,45 @@
+"""Loss over a validation split, without any influence on training."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from mamba3_lite.training.losses import next_token_loss
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    device: torch.device,
+    amp_context: AbstractContextManager,
+    max_batches: int = 0,
+    reset_every_token: bool = False,
+) -> tuple[float, int]:
+    """(mean loss in nat per token, number of tokens) over all windows, or the first ``max_batches`` micro-batches.
+
+    ``reset_every_token`` makes every token a document of its own, so that the model sees no context but the current token: the
+    difference tells what the recurrent state is worth.
+    """
+    was_training = model.training
+    model.eval()
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    try:
+        for i, (x, y) in enumerate(DataLoader(dataset, batch_size=batch_size)):
+            if max_batches and i >= max_batches:
+                break
+            x, y = x.to(device), y.to(device)
+            segments = None
+            if reset_every_token:
+                segments = torch.arange(x.shape[1], device=device).expand_as(x)
+            with amp_context:
+                loss, count = next_token_loss(model, x, y, segment_ids=segments)
+            total += loss.double()
+            tokens += int(count)
+    finally:
+        model.train(was_training)
+    return float(total) / max(1, tokens), tokens

@@ -1,0 +1,213 @@
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mamba3_lite.data import dataset as module
+from mamba3_lite.data.dataset import DummyDataset, PretrainDataset
+from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.errors import UserError
+
+
+def save(path: Path, tokens: Any) -> Path:
+    torch.save(torch.as_tensor(tokens, dtype=torch.int64), path)
+    return path
+
+
+def write_shards(folder: Path, tokens: Any, **changes: Any) -> Path:
+    options: dict[str, Any] = {
+        "vocab_size": 100,
+        "eos_id": 99,
+        "tokenizer_name": "toy",
+        "tokenizer_fingerprint": "ab" * 32,
+        "shard_size_tokens": 7,
+    }
+    with ShardWriter(folder, **(options | changes)) as out:
+        out.append(tokens)
+    return folder
+
+
+def make(kind: str, folder: Path, tokens: np.ndarray) -> Path:
+    """`tokens` in one of the formats; several files where the format allows it."""
+    if kind == "torch file":
+        return save(folder / "data.bin", tokens)
+    if kind == "torch folder":
+        for i, part in enumerate(np.array_split(tokens, 3)):
+            save(folder / f"shard_{i:04d}.bin", part)
+        return folder
+    if kind == "shard folder":
+        return write_shards(folder / "shards", tokens, shard_size_tokens=len(tokens) // 3 + 1)
+    return write_shards(folder / "shards", tokens, shard_size_tokens=100_000) / "tokens_00000.bin"
+
+
+KINDS = ["torch file", "torch folder", "shard folder", "one shard"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_of_every_format(kind: str, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 99, 43)
+    data = PretrainDataset(make(kind, tmp_path, tokens), 4, 100)
+    assert (data.n_tokens, data.n_windows, len(data)) == (43, 10, 10)
+    for i in range(10):
+        x, y = data[i]
+        assert x.dtype == y.dtype == torch.int64
+        # case C07: labels are the inputs shifted by exactly one
+        assert x.tolist() == tokens[4 * i : 4 * i + 4].tolist()
+        assert y.tolist() == tokens[4 * i + 1 : 4 * i + 5].tolist()
+    for outside in (-1, 10):
+        with pytest.raises(IndexError):
+            data[outside]
+
+
+def test_window_over_many_small_files(tmp_path: Path) -> None:
+    for i, part in enumerate([[0], [1], [], [2, 3], [4]]):
+        save(tmp_path / f"shard_{i}.bin", part)
+    x, y = PretrainDataset(tmp_path, 4, 5)[0]
+    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acc11_c02_data_preflight(kind: str, tmp_path: Path) -> None:
+    # case C02
+    window = 8
+    for n_tokens in (0, window):
+        folder = tmp_path / f"short{n_tokens}"
+        folder.mkdir()
+        if n_tokens == 0 and kind == "one shard":
+            continue  # the writer makes no file without tokens
+        path = make(kind, folder, np.zeros(n_tokens, np.int64))
+        with pytest.raises(UserError, match=f"holds {n_tokens} tokens, but one window needs 9"):
+            PretrainDataset(path, window, 100)
+    exact = tmp_path / "exact"
+    exact.mkdir()
+    path = make(kind, exact, np.arange(window + 1))
+    assert len(PretrainDataset(path, window, 100)) == 1
+    assert len(PretrainDataset(path, window, 100)[0][1]) == window
+    # A validation split goes through the same door, so one shorter than a window is refused too.
+    with pytest.raises(UserError, match="holds 9 tokens, but one window needs 10"):
+        PretrainDataset(path, window + 1, 100)
+    with pytest.raises(UserError, match=r"absent does not exist"):
+        PretrainDataset(tmp_path / "absent", window, 100)
+
+
+@pytest.mark.parametrize("bad", [-1, 50])
+@pytest.mark.parametrize("kind", ["torch file", "torch folder"])
+def test_acc11_c02_ids_out_of_range(kind: str, bad: int, tmp_path: Path) -> None:
+    # case C02: id = -1 and id == vocab_size
+    tokens = np.arange(30)
+    tokens[17] = bad
+    place = ("data.bin", 17) if kind == "torch file" else ("shard_0001.bin", 7)
+    path = make(kind, tmp_path, tokens)
+    with pytest.raises(UserError, match=rf"{place[0]}: token {place[1]} has id {bad}, .*0\.\.49"):
+        PretrainDataset(path, 8, 50)
+
+
+@pytest.mark.parametrize("full_scan_bytes", [1 << 30, 0])
+def test_shards_of_a_larger_vocabulary_are_refused(
+    full_scan_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # case C02, case C01: by a scan of small data, by the header of large data
+    monkeypatch.setattr(module, "_FULL_SCAN_BYTES", full_scan_bytes)
+    path = write_shards(tmp_path / "a", [1, 2, 3, 4, 5, 6, 7, 8, 50, 9])
+    with pytest.raises(UserError, match=r"tokens_00001\.bin: token 1 has id 50, outside 0\.\.49"):
+        PretrainDataset(path, 4, 50)
+    with pytest.raises(UserError, match="vocabulary of 100 ids, more than vocab_size 51"):
+        PretrainDataset(path, 4, 51)
+    assert PretrainDataset(path, 4, 128).n_windows == 2
+
+
+def test_scan_works_across_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SCAN_TOKENS", 4)
+    path = save(tmp_path / "data.bin", [1, 2, 3, 4, 5, 6, 77, 8, 9, 78])
+    with pytest.raises(UserError, match="token 6 has id 77"):
+        PretrainDataset(path, 4, 10)
+
+
+def test_id_that_appears_after_the_preflight_is_refused(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "a", np.arange(20))
+    data = PretrainDataset(folder, 4, 100)
+    with (folder / "tokens_00001.bin").open("r+b") as file:
+        file.seek(128 + 2 * 3)
+        file.write(b"\xff\xff")
+    assert data[0][0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=r"tokens_00001\.bin: token 3 has id 65535"):
+        data[2]
+
+
+def test_wrong_formats_are_named(tmp_path: Path) -> None:
+    # case C04
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            PretrainDataset(path, 4, 100)
+        assert "\n" not in str(caught.value)
+
+    torch.save(torch.zeros(20, dtype=torch.int32), tmp_path / "int32.bin")
+    refused(tmp_path / "int32.bin", "holds a torch.int32 tensor of shape")
+    torch.save(torch.zeros(4, 5, dtype=torch.int64), tmp_path / "matrix.bin")
+    refused(tmp_path / "matrix.bin", r"shape \(4, 5\)")
+    torch.save({"a": 1}, tmp_path / "dict.bin")
+    refused(tmp_path / "dict.bin", "holds a dict")
+    torch.save(torch.zeros(20), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "old.bin", "old format")
+    whole = save(tmp_path / "whole.bin", np.arange(5000)).read_bytes()
+    (tmp_path / "cut.bin").write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path / "cut.bin", "cut.bin: not a readable torch.save'd tensor")
+    np.array([5, 6, 50256] * 10, "<u4").tofile(tmp_path / "raw.bin")
+    refused(tmp_path / "raw.bin", "raw uint32 token records.*mamba3-lite prepare")
+    (tmp_path / "text.txt").write_text("some text, which is no token file")
+    refused(tmp_path / "text.txt", "unknown data format")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    refused(tmp_path / "empty.bin", "unknown data format")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "folder without manifest.json or shard_")
+    write_shards(tmp_path / "out" / "train", np.arange(20))
+    refused(tmp_path / "out", r"use .*out/train")
+    with pytest.raises(UserError, match="max_seq_len"):
+        PretrainDataset(tmp_path / "out" / "train", 0, 100)
+
+
+def test_tokenizer_of_the_data_is_known(tmp_path: Path) -> None:
+    data = PretrainDataset(write_shards(tmp_path / "a", np.arange(20)), 4, 100)
+    assert (data.tokenizer_name, data.tokenizer_fingerprint) == ("toy", "ab" * 32)
+    plain = PretrainDataset(save(tmp_path / "b.bin", np.arange(20)), 4, 100)
+    assert (plain.tokenizer_name, plain.tokenizer_fingerprint) == (None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fingerprint_follows_the_data_not_the_place(kind: str, tmp_path: Path) -> None:
+    tokens = np.arange(40)
+    other = tokens.copy()
+    other[-1] = 0
+    prints = []
+    for name, content in (("a", tokens), ("b", tokens), ("c", other), ("d", tokens[:-1])):
+        (tmp_path / name).mkdir()
+        prints.append(PretrainDataset(make(kind, tmp_path / name, content), 4, 100).fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickles_without_its_data(kind: str, tmp_path: Path) -> None:
+    data = PretrainDataset(make(kind, tmp_path, np.arange(99).repeat(100)), 8, 100)
+    raw = pickle.dumps(data)
+    assert len(raw) < 9_900
+    copy = pickle.loads(raw)
+    assert copy.fingerprint == data.fingerprint
+    assert all(torch.equal(a, b) for a, b in zip(copy[77], data[77], strict=True))
+
+
+def test_dummy_dataset_is_seeded() -> None:
+    data = DummyDataset(5, 16, 11, 3)
+    x, y = data[4]
+    assert len(data) == data.n_windows == 5
+    assert x.dtype == torch.int64 and x.shape == y.shape == (16,)
+    assert torch.equal(x[1:], y[:-1])
+    assert set(x.tolist()) <= set(range(11))
+    assert torch.equal(DummyDataset(5, 16, 11, 3)[4][0], x)
+    assert not torch.equal(DummyDataset(5, 16, 11, 4)[4][0], x)
+    assert not torch.equal(data[3][0], x)
+    with pytest.raises(IndexError):
+        data[5]

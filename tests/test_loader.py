@@ -1,0 +1,161 @@
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mamba3_lite.data.dataset import PretrainDataset
+from mamba3_lite.data.loader import SampleOrder, advance, make_loader, next_sample
+from mamba3_lite.errors import UserError
+
+T = 4
+PINNED = [9, 0, 3, 5, 4, 2, 7, 6, 8, 1]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> PretrainDataset:
+    """Seven windows; the first token of window w is T * w."""
+    torch.save(torch.arange(7 * T + 1), tmp_path / "data.bin")
+    return PretrainDataset(tmp_path / "data.bin", T, 100)
+
+
+def windows(data: PretrainDataset, order: SampleOrder, n_batches: int, **options: Any) -> list[int]:
+    """Window numbers of the first batches, read off the tokens themselves."""
+    seen = []
+    for x, y in itertools.islice(make_loader(data, order, **options), n_batches):
+        assert x.dtype == y.dtype == torch.int64
+        assert x.shape == y.shape == (options["batch_size"], T)
+        assert torch.equal(y, x + 1)
+        seen += (x[:, 0] // T).tolist()
+    return seen
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
+def test_shuffled_epochs_are_permutations_and_differ(n: int) -> None:
+    order = SampleOrder(n, "shuffled", 5)
+    epochs = [tuple(order.window(e * n + i) for i in range(n)) for e in range(8)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    # Eight draws among two or six permutations may repeat; larger ones must not.
+    assert len(set(epochs)) == (1 if n == 1 else 8) or n in (2, 3) and len(set(epochs)) > 1
+    other = SampleOrder(n, "shuffled", 6)
+    again = SampleOrder(n, "shuffled", 5)
+    assert [again.window(i) for i in range(8 * n)] == [w for epoch in epochs for w in epoch]
+    if n > 3:
+        assert tuple(other.window(i) for i in range(n)) not in epochs
+
+
+def test_shuffled_order_looks_random() -> None:
+    n = 1000
+    order = SampleOrder(n, "shuffled", 0)
+    places = np.array([[order.window(e * n + i) for i in range(n)] for e in range(20)])
+    correlation = np.corrcoef(np.arange(n), places[0])[0, 1]
+    neighbours = np.mean(np.abs(np.diff(places, axis=1)) == 1)
+    # A uniform permutation has correlation 0 +- 0.03, 0.2 % neighbours, window means 499.5 +- 65.
+    assert abs(correlation) < 0.15
+    assert neighbours < 0.01
+    assert np.abs(places.mean(axis=0) - 499.5).max() < 65 * 5
+
+
+def test_shuffled_order_is_pinned() -> None:
+    # Another permutation under the same seed would break the resume of every running job.
+    order = SampleOrder(10, "shuffled", 1)
+    assert [order.window(i) for i in range(10)] == PINNED
+
+
+def test_billions_of_windows_need_no_table() -> None:
+    n = 5_000_000_000
+    order = SampleOrder(n, "shuffled", 1)
+    samples = range(3 * n - 500, 3 * n + 500)
+    picked = [order.window(s) for s in samples]
+    assert all(0 <= w < n for w in picked)
+    assert len(set(picked[:500])) == len(set(picked[500:])) == 500
+    assert [order.epoch(samples[0]), order.epoch(samples[-1])] == [2, 3]
+
+
+def test_unknown_order_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="'random' is not known; use sequential or shuffled"):
+        SampleOrder(3, "random")
+    with pytest.raises(ValueError, match="n_windows"):
+        SampleOrder(0)
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+@pytest.mark.parametrize("start", [0, 1, 5, 7, 13, 20])
+def test_stream_from_any_start_across_epochs(data: PretrainDataset, order: str, start: int) -> None:
+    plan = SampleOrder(7, order, 3)
+    expected = [plan.window(s) for s in range(start, start + 18)]
+    if order == "sequential":
+        assert expected == [s % 7 for s in range(start, start + 18)]
+    for batch_size in (1, 3, 9):
+        options = {"start_sample": start, "batch_size": batch_size}
+        assert windows(data, plan, 18 // batch_size, **options) == expected
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_workers_do_not_change_the_stream(data: PretrainDataset, order: str) -> None:
+    plan = SampleOrder(7, order, 3)
+    options = {"start_sample": 5, "batch_size": 2, "skip_spans": [(8, 11)]}
+    alone = windows(data, plan, 9, num_workers=0, **options)
+    assert windows(data, plan, 9, num_workers=2, **options) == alone
+
+
+def test_skip_spans_are_jumped_over(data: PretrainDataset) -> None:
+    plan = SampleOrder(7)
+    spans = [(9, 12), (2, 4), (11, 15), (3, 4)]
+    left = [s for s in range(30) if not (2 <= s < 4 or 9 <= s < 15)]
+    assert [next_sample(s, spans) for s in (0, 2, 3, 9, 14, 15)] == [0, 4, 4, 15, 15, 15]
+    seen = windows(data, plan, 7, start_sample=0, batch_size=3, skip_spans=spans)
+    assert seen == [s % 7 for s in left[:21]]
+
+
+def test_advance_counts_as_the_stream_does(data: PretrainDataset) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        starts = rng.integers(0, 40, 4)
+        spans = [(int(s), int(s + rng.integers(0, 9))) for s in starts]
+        position, count = (int(v) for v in rng.integers(0, 20, 2))
+        drawn, sample = [], position
+        for _ in range(count):
+            sample = next_sample(sample, spans)
+            drawn.append(sample)
+            sample += 1
+        assert advance(position, count, spans) == (drawn[-1] + 1 if drawn else position)
+    spans = [(3, 6)]
+    assert advance(1, 2, spans) == 3
+    plan = SampleOrder(7, "shuffled", 1)
+    whole = windows(data, plan, 6, start_sample=1, batch_size=2, skip_spans=spans)
+    for batches in range(5):
+        resumed = {"start_sample": advance(1, 2 * batches, spans), "skip_spans": spans}
+        rest = windows(data, plan, 6 - batches, batch_size=2, **resumed)
+        assert rest == whole[2 * batches :]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_out_the_same_stream(data: PretrainDataset, world_size: int) -> None:
+    # case B22
+    plan = SampleOrder(7, "shuffled", 2)
+    common = {"start_sample": 3, "skip_spans": [(6, 8)]}
+    whole = windows(data, plan, 3, batch_size=2 * world_size, **common)
+    ranks = [
+        windows(data, plan, 3, batch_size=2, rank=rank, world_size=world_size, **common)
+        for rank in range(world_size)
+    ]
+    assert [w for turn in zip(*ranks, strict=True) for w in turn] == whole
+
+
+def test_loader_leaves_the_global_rng_alone(data: PretrainDataset) -> None:
+    before = torch.get_rng_state()
+    for workers in (0, 2):
+        windows(data, SampleOrder(7), 2, start_sample=0, batch_size=2, num_workers=workers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bad_token_in_a_worker_is_a_user_error(tmp_path: Path) -> None:
+    path = tmp_path / "data.bin"
+    torch.save(torch.arange(7 * T + 1), path)
+    data = PretrainDataset(path, T, 100)
+    data.vocab_size = 20
+    with pytest.raises(UserError, match="token 20 has id 20"):
+        windows(data, SampleOrder(7), 7, start_sample=0, batch_size=1, num_workers=1)
