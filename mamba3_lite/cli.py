@@ -3,9 +3,8 @@
 import importlib
 from typing import Any
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mamba3_lite import __version__
 from mamba3_lite.errors import user_errors_as_one_line
@@ -46,7 +45,7 @@ class _LazyGroup(TyperGroup):
             return None
         where, summary = COMMANDS[cmd_name]
         if ctx.meta.get("overview"):
-            return click.Command(cmd_name, help=summary)
+            return TyperCommand(cmd_name, help=summary)
         module, function = where.split(":")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(cmd_name)(getattr(importlib.import_module(module), function))

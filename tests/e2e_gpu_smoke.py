@@ -85,7 +85,8 @@ def _forward_backward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     assert logits.shape == (BATCH_SIZE, SEQ_LEN, VOCAB_SIZE), logits.shape
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     loss.backward()
-    assert abs(float(loss) - math.log(VOCAB_SIZE)) < 0.5, f"initial loss {float(loss)}"
+    initial = float(loss.detach())
+    assert abs(initial - math.log(VOCAB_SIZE)) < 0.5, f"initial loss {initial}"
     grads = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"

@@ -260,6 +260,31 @@ class PerChunkChecks:
         with pytest.raises(ValueError, match=name):
             ssd_triton.per_chunk_ssd_triton(*tensors)
 
+    def test_without_triton_the_error_says_what_to_do(self, monkeypatch):
+        monkeypatch.setattr(ssd_triton, "HAS_TRITON", False)
+        tensors = [t.to(self.device) for t in make_inputs(16, 16, 16).tensors]
+        with pytest.raises(ImportError, match="pip install triton"):
+            ssd_triton.per_chunk_ssd_triton(*tensors)
+
+    def test_refusals_name_their_reason(self, monkeypatch):
+        def refuse(device=self.device, head_dim=64, state_dim=64, chunk_size=64):
+            return ssd_triton.refuse(
+                head_dim=head_dim,
+                state_dim=state_dim,
+                chunk_size=chunk_size,
+                device=torch.device(device),
+            )
+
+        assert refuse() is None
+        assert "P=512 exceeds the 256-cap" in refuse(head_dim=512)
+        assert "N=48 is not a power of two" in refuse(state_dim=48)
+        assert "chunk_size=0 is not a power of two" in refuse(chunk_size=0)
+        assert "'meta'" in refuse("meta")
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        assert "TRITON_INTERPRET=1" in refuse("cpu")
+        monkeypatch.setattr(ssd_triton, "HAS_TRITON", False)
+        assert refuse() == "Triton is not installed."
+
     def test_block_runs_the_kernel_and_equals_the_pytorch_path(self, capsys):
         """The companion of the pinned parity test, which a fallback would pass as well."""
         shape = {

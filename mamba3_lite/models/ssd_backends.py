@@ -144,7 +144,7 @@ def _parity_error(name: str, device: torch.device) -> float:
 @functools.cache
 def _choose(shape: Shape) -> Backend:
     """The first of AUTO_ORDER that can run here and agrees with the oracle; says which and why, once."""
-    passed_over = []
+    passed_over: list[str] = []
     for name in AUTO_ORDER:
         reason = BACKENDS[name].refuse(shape)
         error = _parity_error(name, shape.device) if reason is None else float("nan")

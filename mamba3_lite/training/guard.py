@@ -16,12 +16,13 @@ class AccumulationWindow:
     loss_sum: Tensor | float
     tokens: Tensor | int
     dropped: bool
+    divisor: int  # of every micro-step's loss; a guess at the token count, put right at the end
 
     def __init__(self) -> None:
-        self._clear()
+        self._clear(1)
 
-    def _clear(self) -> None:
-        self.loss_sum, self.tokens, self.dropped = 0.0, 0, False
+    def _clear(self, divisor: int) -> None:
+        self.loss_sum, self.tokens, self.dropped, self.divisor = 0.0, 0, False, divisor
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "AccumulationWindow":
@@ -30,10 +31,10 @@ class AccumulationWindow:
             optimizer.accumulation_window = cls()  # type: ignore[attr-defined]
         return optimizer.accumulation_window  # type: ignore[attr-defined]
 
-    def open(self, optimizer: torch.optim.Optimizer) -> None:
+    def open(self, optimizer: torch.optim.Optimizer, divisor: int) -> None:
         """Starts afresh, with no gradients."""
         optimizer.zero_grad(set_to_none=True)
-        self._clear()
+        self._clear(divisor)
 
     def add(self, loss_sum: Tensor, tokens: Tensor) -> None:
         """Takes in one micro-step."""
@@ -48,13 +49,13 @@ class AccumulationWindow:
 
 @dataclass
 class SpikeAlarm:
-    """Notices a finite loss far above the recent ones: exponential mean and variance over about 100 optimizer steps."""
+    """Notices a finite loss far above the recent ones: exponential mean and variance over about 20 optimizer steps."""
 
     mean: float = 0.0
     variance: float = 0.0
     seen: int = 0
 
-    _MEMORY = 0.99
+    _MEMORY = 0.95
     _WARM_UP = 20
     _SIGMAS = 6.0
     _AT_LEAST = 0.5  # nat

@@ -92,14 +92,12 @@ def train_step(
     accumulation = config.gradient_accumulation_steps
     window = AccumulationWindow.of(optimizer)
     if micro_step % accumulation == 0:
-        window.open(optimizer)
+        window.open(optimizer, tokens.numel() * accumulation)
     metrics: dict[str, Any] | None = None
     if not window.dropped:
         with amp_context:
             loss_sum, count = next_token_loss(model, tokens, targets)
-        # A constant near the final divisor keeps the accumulated gradient in its usual range.
-        nominal = tokens.numel() * accumulation
-        (loss_sum / nominal).backward()
+        (loss_sum / window.divisor).backward()
         loss_sum = loss_sum.detach()
         window.add(loss_sum, count)
         metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
@@ -110,7 +108,7 @@ def train_step(
             metrics = None
     if (micro_step + 1) % accumulation == 0 and not window.dropped:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rescale = nominal / torch.as_tensor(window.tokens).clamp_min(1).to(loss_sum)
+        rescale = window.divisor / torch.as_tensor(window.tokens).clamp_min(1).to(loss_sum)
         norm = gradient_norm(parameters) * rescale
         if config.nan_guard and not bool(torch.isfinite(norm + window.loss_sum)):
             window.drop(optimizer)
@@ -211,6 +209,8 @@ class Pretrainer:
                 self._check_data(checkpoint.meta)
         self._build(checkpoint)
         self._open_log(checkpoint)
+        if self.checkpoints is not None:
+            self.checkpoints.log = self.logger.info
 
     def _open_data(self) -> None:
         config = self.config
@@ -320,6 +320,9 @@ class Pretrainer:
         with self.logger, _StopRequest(config.max_time_sec) as stop:
             self.logger.progress(last, state.opt_step)
             code = self._train_to(last, stop)
+            if self.dry_run and code == EXIT_DONE:
+                self._log_row()
+                self.logger.info(f"[dry-run] passed: {last} optimizer steps; nothing was written")
         return code
 
     def _train_to(self, last: int, stop: "_StopRequest") -> int:
@@ -515,6 +518,7 @@ class Pretrainer:
         state.strikes = 0
         self._mark_boundary()
         self._meter.restart()
+        self.logger.rewind(state.micro_step)
         self.logger.event(
             "rollback",
             f"[nan-guard] {after}: back to opt_step {state.opt_step}, skipping samples "

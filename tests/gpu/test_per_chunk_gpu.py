@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from per_chunk_checks import TOLERANCE, PerChunkChecks, launches_during, make_inputs
 from torch import Tensor
 
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.ssd_complex import per_chunk_ssd_pytorch
+from tests.per_chunk_checks import TOLERANCE, PerChunkChecks, launches_during, make_inputs
 
 pytestmark = [
     pytest.mark.gpu,

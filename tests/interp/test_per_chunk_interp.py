@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from per_chunk_checks import CASES, PerChunkChecks
 
 from mamba3_lite import env
 from mamba3_lite.models import ssd_triton
+from tests.per_chunk_checks import CASES, PerChunkChecks
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 INTERPRETED = ssd_triton.HAS_TRITON and env.read("TRITON_INTERPRET") == "1"

@@ -1,0 +1,239 @@
+"""Stop anywhere, go on, and nothing differs: losses, learning rates, weights and the log, to the last bit."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mamba3_lite.errors import UserError
+from mamba3_lite.training.pretrain import EXIT_OUT_OF_TIME, Pretrainer
+from mamba3_lite.training.schedule import lr_factor
+from mamba3_lite.utils.checkpoint import CheckpointManager
+from mamba3_lite.utils.logging import read_metrics
+from tests.runs import (
+    MODEL,
+    assert_same_weights,
+    config,
+    final_weights,
+    losses,
+    stop_after,
+    write_tokens,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The uninterrupted run that every interrupted one must equal."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert Pretrainer(config(folder)).train() == 0
+    return folder / "run"
+
+
+# case B04: accumulation 2, shuffled, 72 samples over epochs of 31
+@pytest.mark.parametrize("micro_steps", [1, 2, 7, 8, 13, 21, 22])
+def test_acc7_b04_bitwise_exact_resume(whole, tmp_path, micro_steps):
+    """SIGTERM inside and between accumulation windows, before and after both epoch ends."""
+    assert stop_after(config(tmp_path), micro_steps) == 143
+    assert Pretrainer(config(tmp_path)).train() == 0
+    assert losses(tmp_path / "run") == losses(whole)
+    assert_same_weights(final_weights(tmp_path / "run"), final_weights(whole))
+
+
+def test_acc7_b04_many_stops_in_one_run(whole, tmp_path):
+    """A stop after every third micro-step, with log windows that straddle the saves."""
+    settings = config(tmp_path)
+    codes = []
+    while not codes or codes[-1] != 0:
+        codes.append(stop_after(settings, 3, signal.SIGINT))
+    assert codes[:-1] == [130] * (len(codes) - 1) and len(codes) > 6
+    assert losses(tmp_path / "run") == losses(whole)
+    assert_same_weights(final_weights(tmp_path / "run"), final_weights(whole))
+
+
+def test_log_windows_survive_a_stop(tmp_path):
+    """Windows of five micro-steps are cut by the stop; their means are still those of the uninterrupted run."""
+    for name, stop in (("a", None), ("b", 8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = config(folder, log_every=5, save_every=3)
+        if stop is not None:
+            stop_after(settings, stop)
+        Pretrainer(settings).train()
+    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
+
+
+def test_acc6_b02_learning_rate_trace_is_that_of_the_schedule_after_a_resume(tmp_path):
+    settings = config(tmp_path)
+    stop_after(settings, 9)
+    Pretrainer(settings).train()
+    rates = [rate for step, _, rate in losses(tmp_path / "run") if step % 2 == 0]
+    want = [settings.lr * lr_factor(s, warmup_steps=3, max_steps=12, min_lr_ratio=0.05) for s in range(1, 13)]
+    assert rates == want
+
+
+def test_optimizer_moments_and_counters_are_exact(whole, tmp_path):
+    stop_after(config(tmp_path), 11)
+    Pretrainer(config(tmp_path)).train()
+    ours, theirs = (CheckpointManager(folder).load(12) for folder in (tmp_path / "run", whole))
+    assert ours.meta["state"] == theirs.meta["state"]
+    for number, moments in theirs.training["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(ours.training["optimizer"]["state"][number][name], value)
+
+
+def test_validation_has_no_influence_on_training(whole, tmp_path):
+    val = write_tokens(tmp_path / "val.bin", 24 * 5 + 1, seed=3)
+    Pretrainer(config(tmp_path, val_data_path=val, eval_interval=2)).train()
+    assert losses(tmp_path / "run") == losses(whole)
+    assert_same_weights(final_weights(tmp_path / "run"), final_weights(whole))
+    rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "val"]
+    assert [r["opt_step"] for r in rows] == [2, 4, 6, 8, 10, 12]
+    assert all(r["val_tokens"] == 120 for r in rows) and rows[-1]["val_loss"] < rows[0]["val_loss"]
+
+
+def test_resume_exactly_from_an_older_checkpoint(whole, tmp_path):
+    settings = config(tmp_path)
+    Pretrainer(settings).train()
+    trainer = Pretrainer(settings, resume=4)
+    assert trainer.state.opt_step == 4
+    trainer.train()
+    assert losses(tmp_path / "run") == losses(whole)
+    assert_same_weights(final_weights(tmp_path / "run"), final_weights(whole))
+    with pytest.raises(UserError, match="5"):
+        Pretrainer(settings, resume=5)
+
+
+def test_out_of_time_saves_and_says_so(tmp_path):
+    settings = config(tmp_path, max_time_sec=1e-6)
+    assert Pretrainer(settings).train() == EXIT_OUT_OF_TIME
+    assert CheckpointManager(tmp_path / "run").steps() == [0]
+    settings.max_time_sec = 0.0
+    assert Pretrainer(settings).train() == 0
+
+
+def test_a_finished_run_is_left_alone(whole):
+    before = {p: p.read_bytes() for p in whole.iterdir() if "step_" in p.name}
+    saved = CheckpointManager(whole).load(None).meta["config"]
+    settings = config(whole.parent)
+    assert Pretrainer(settings).train() == 0
+    assert {p: p.read_bytes() for p in whole.iterdir() if "step_" in p.name} == before
+    assert saved["max_steps"] == 12
+
+
+def test_the_run_folder_tells_the_whole_story(whole):
+    record = yaml.safe_load((whole / "config.yaml").read_text())
+    assert record["config"]["lr"] == 3e-3
+    assert record["config"]["model_config"]["d_model"] == MODEL["d_model"]
+    environment = json.loads((whole / "env.json").read_text())
+    assert environment["torch"] == torch.__version__
+    text = (whole / "train.log").read_text()
+    assert "step=     12 | loss=" in text
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert {"loss", "ppl", "lr", "tps", "grad_norm", "peak_mem_gib", "tokens_seen"} <= rows[-1].keys()
+
+
+def test_what_may_change_on_resume(tmp_path):
+    """Free knobs take effect, batch geometry may change at equal tokens per step, the rest is refused with both values."""
+    settings = config(tmp_path)
+    stop_after(settings, 8)
+    weights = final_weights(tmp_path / "run")
+    for changes, words in (
+        ({"model": {"d_model": 32}}, "model.d_model: 16 -> 32"),
+        ({"seed": 1}, "training.seed: 0 -> 1"),
+        ({"data_order": "sequential"}, "data.order: 'shuffled' -> 'sequential'"),
+        ({"batch_size": 4}, "6 -> 8"),
+    ):
+        with pytest.raises(UserError, match="Cannot resume") as refusal:
+            Pretrainer(config(tmp_path, **changes))
+        assert words in str(refusal.value)
+    other = write_tokens(tmp_path / "other.bin", 24 * 31 + 1, seed=5)
+    with pytest.raises(UserError, match=r"other\.bin does not hold the data"):
+        Pretrainer(config(tmp_path, data_path=other))
+    assert_same_weights(final_weights(tmp_path / "run"), weights)
+
+    changed = config(
+        tmp_path, batch_size=2, gradient_accumulation_steps=3, lr=1e-3, max_steps=10,
+        model={"chunk_size": 5, "ssd_dispatch": "pytorch"},
+    )  # fmt: skip
+    trainer = Pretrainer(changed)
+    assert (trainer.state.opt_step, trainer.state.micro_step) == (4, 12)
+    assert trainer.train() == 0
+    rows = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert rows[-1]["opt_step"] == 10 and rows[-1]["samples_seen"] == 60
+    assert rows[-1]["lr"] == pytest.approx(1e-3 * 0.05)
+
+
+def test_equal_tokens_with_another_geometry_give_the_same_losses(whole, tmp_path):
+    stop_after(config(tmp_path), 8)
+    Pretrainer(config(tmp_path, batch_size=6, gradient_accumulation_steps=1)).train()
+    got = {r["opt_step"]: r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    want: dict[int, list[float]] = {}
+    for step, loss, _ in losses(whole):
+        want.setdefault((step + 1) // 2, []).append(loss)
+    for opt_step in range(5, 13):
+        assert got[opt_step] == pytest.approx(sum(want[opt_step]) / 2, abs=1e-5)
+
+
+def kill_and_resume(folder: Path, kills: int, seed: int) -> list[str]:
+    """Runs the command line in processes that are killed at random moments, then to the end; returns what went wrong."""
+    settings = config(folder, max_steps=150, save_every=3, log_every=2)
+    body = dataclasses.asdict(settings)
+    training = {
+        "micro_batch_size": 3, "gradient_accumulation_steps": 2, "total_steps": 150, "warmup_steps": 3,
+        "lr": 3e-3, "compile": False, "grad_checkpoint": False, "save_interval": 3, "log_interval": 2,
+        "save_dir": body["checkpoint_dir"], "keep_last": 3, "tensorboard": False,
+    }  # fmt: skip
+    data = {"train_data_path": body["data_path"], "order": "shuffled"}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": MODEL, "training": training, "data": data}))
+    command = [sys.executable, "-m", "mamba3_lite.cli", "pretrain", "--config", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    moments, problems, run = random.Random(seed), [], Path(body["checkpoint_dir"])
+    for _ in range(kills):
+        before = newest(run)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("resumed") and f"opt_step {before}," not in line:
+                problems.append(f"saved {before}, but: {line.strip()}")
+            if line.startswith("step="):
+                break
+        time.sleep(moments.uniform(0, 0.35))
+        seen = newest(run)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        if newest(run) < seen:
+            problems.append(f"step {seen} was saved and is gone")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        problems.append(done.stderr)
+    return problems
+
+
+def newest(run: Path) -> int:
+    """The newest step whose meta file, the last to be written, is there; 0 without any."""
+    steps = [int(p.stem.rpartition("_")[2]) for p in run.glob("meta_step_*.json")]
+    return max(steps, default=0)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.campaign)])
+def test_kills_at_random_moments_lose_nothing(tmp_path, kills):
+    """SIGKILL during training and saving, each followed by a resume: final weights bit for bit those of the quiet run."""
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    quiet.mkdir(), killed.mkdir()
+    assert kill_and_resume(quiet, 0, seed=0) == []
+    assert kill_and_resume(killed, kills, seed=kills) == []
+    assert_same_weights(final_weights(killed / "run"), final_weights(quiet / "run"))
+    assert losses(killed / "run") == losses(quiet / "run")
+    leftovers = [p.name for p in (killed / "run").iterdir() if "tmp" in p.name]
+    assert leftovers == []
