@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mamba3_lite import __version__
-from mamba3_lite.errors import user_errors_as_one_line
+from mamba3_lite.errors import UserError, user_errors_as_one_line
 
 # name: (where its function lives, what the overview says)
 COMMANDS = {
@@ -42,7 +42,12 @@ class _LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
-            return None
+            from mamba3_lite.schema import nearest
+
+            raise UserError(
+                f"unknown command {cmd_name!r}{nearest(cmd_name, COMMANDS)}; "
+                f"commands: {', '.join(COMMANDS)} (see mamba3-lite --help)."
+            )
         where, summary = COMMANDS[cmd_name]
         if ctx.meta.get("overview"):
             return TyperCommand(cmd_name, help=summary)
@@ -63,7 +68,7 @@ app = typer.Typer(cls=_LazyGroup, add_completion=False, pretty_exceptions_enable
 def overview(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    """Pretrain a state-space language model built on a complex-valued SSD mixer. Measure, don't guess.
+    """Pretrain a language model built on a complex-valued SSD mixer. Measure, don't guess.
 
     Examples:
 

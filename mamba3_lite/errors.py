@@ -8,16 +8,20 @@ from contextlib import contextmanager
 class UserError(ValueError):
     """A mistake the user can put right: the message names what is wrong, where, and the way out.
 
-    The command line prints the message as one line and exits with code 2. Every other exception is a bug of ours and
-    keeps its traceback.
+    The command line prints the message as one line and exits with code 2. Every other exception is
+    a bug of ours and keeps its traceback.
     """
 
 
 @contextmanager
 def user_errors_as_one_line() -> Iterator[None]:
-    """Turns a ``UserError`` into ``error: ...`` on standard error and exit code 2; anything else passes through."""
+    """A ``UserError`` becomes one ``error: ...`` line on standard error and exit code 2.
+
+    Anything else passes through.
+    """
     try:
         yield
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        # A path, a key or a library's reason may hold line ends of its own.
+        print("error:", *str(problem).split(), file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,13 +1,15 @@
 """YAML files and dotted overrides into typed dataclass fields, with the source of every value.
 
-OmegaConf reads, merges and types the values; what this module adds is the list of all problems at once, the nearest name for a
-misspelt key, ``base:`` inheritance, and a record of where each value came from.
+OmegaConf reads, merges and types the values; what this module adds is the list of all problems at
+once, the nearest name for a misspelt key, ``base:`` inheritance, and a record of where each value
+came from.
 """
 
 import dataclasses
 import difflib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mamba3_lite.errors import UserError
+
+COMMAND_LINE = "the command line"
+
+# Type name of a field: what a message calls it, and what a YAML may hold for it.
+_SCALARS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "int": ("a whole number", int),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", bool),
+    "str": ("a string", str),
+}
+# A whole section given as a value must not fill the screen.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ Sections = Mapping[str, Mapping[str, Key]]
 
 @dataclass
 class ResolvedConfig:
-    """``values[owner][field]`` for every key that was given, and ``sources["section.key"]`` for where it was given last."""
+    """What was given: ``values[owner][field]``, and where last: ``sources["section.key"]``."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -47,7 +62,7 @@ def keys_of(
     exclude: Iterable[str] = (),
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, Key]:
-    """YAML keys of a dataclass: its field names, some left out, some under another name (``rename``: field -> key)."""
+    """YAML keys of a dataclass: its field names, some left out, some renamed (field -> key)."""
     names = [f.name for f in dataclasses.fields(schema)] if only is None else list(only)
     rename = rename or {}
     return {
@@ -64,50 +79,72 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def typed(schema: type, name: str, value: Any) -> Any:
-    """``value`` as the type of the dataclass field ``name``; raises ``UserError`` when it does not fit."""
-    if value is None and schema.__dataclass_fields__[name].type in (int, float, str, bool):
-        raise UserError("needs a value, got nothing")
-    # A number is no name and a truth value is no number: OmegaConf would convert them silently.
-    wanted = schema.__dataclass_fields__[name].type
-    if isinstance(value, bool) and wanted in (int, float, str, "int", "float", "str"):
-        raise UserError(f"needs {_type_name(wanted)}, got {str(value).lower()}")
-    if wanted in (bool, "bool") and not isinstance(value, bool):
-        raise UserError(f"needs true or false, got {value!r}")
-    if isinstance(value, int | float) and wanted in (str, "str"):
-        raise UserError(f"needs a string, got {value!r}")
-    node = OmegaConf.create({"value": value})
+    """``value`` as the type of the dataclass field ``name``; ``UserError`` when it does not fit."""
+    annotation = next(f.type for f in dataclasses.fields(schema) if f.name == name)
+    wanted = getattr(annotation, "__name__", str(annotation))
+    if wanted in _SCALARS:
+        needed, accepted = _SCALARS[wanted]
+        # A truth value is a number to Python, and OmegaConf would turn numbers into names.
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted != "bool"):
+            quotes = wanted == "str" and isinstance(value, int | float)
+            hint = "; put it in quotes" if quotes else ""
+            raise UserError(f"needs {needed}, got {_shown(value)}{hint}")
+        return float(value) if wanted == "float" else value
     try:
-        typed_node = OmegaConf.structured(schema)
-        typed_node[name] = node["value"]
-        result = typed_node[name]
+        node = OmegaConf.structured(schema)
+        node[name] = value
+        result = node[name]
     except OmegaConfBaseException as problem:
-        raise UserError(f"needs {_type_name(wanted)}, got {value!r}") from problem
+        raise UserError(f"needs a value of type {wanted}, got {_shown(value)}") from problem
     return OmegaConf.to_container(result) if OmegaConf.is_config(result) else result
 
 
-def _type_name(wanted: Any) -> str:
-    names = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"}
-    return names.get(getattr(wanted, "__name__", str(wanted)), f"a value of type {wanted}")
+def _shown(value: Any) -> str:
+    """A value as a YAML would spell it, cut when it is long."""
+    if value is None:
+        return "nothing"
+    return str(value).lower() if isinstance(value, bool) else _SHORT.repr(value)
+
+
+def named(key: str, sources: Mapping[str, str]) -> str:
+    """How a message calls a value: its ``section.key`` and, unless it is a default, its source."""
+    source = sources.get(key)
+    if source is None:
+        return f"'{key}'"
+    return f"'{key}' {'on' if source == COMMAND_LINE else 'in'} {source}"
 
 
 def read_config(
-    path: str | Path | None, sections: Sections, overrides: Sequence[str] = ()
+    path: str | Path | None,
+    sections: Sections,
+    *,
+    environment: Mapping[str, tuple[str, str]] | None = None,
+    overrides: Sequence[str] = (),
+    check: Callable[[ResolvedConfig], Sequence[str]] = lambda resolved: (),
 ) -> ResolvedConfig:
-    """Reads a YAML file (its ``base:`` first), then ``section.key=value`` overrides.
+    """Reads a YAML file (its ``base:`` first), then the environment, then overrides.
+
+    Args:
+        environment: for each variable that is set, the ``section.key`` it means and its text.
+        overrides: ``section.key=value`` of the command line.
+        check: finds the further problems of the values that could be read.
 
     Raises:
         UserError: every problem found, in one message.
     """
-    resolved, problems = ResolvedConfig(), []
+    resolved = ResolvedConfig()
+    problems: list[str] = []
     layers = [] if path is None else _read_chain(Path(path), [])
-    layers.append((_parse_overrides(overrides, problems), "command line"))
+    for variable, (key, text) in (environment or {}).items():
+        section, _, name = key.partition(".")
+        layers.append(({section: {name: text}}, f"environment variable {variable}"))
+    layers.append((_parse_overrides(overrides, problems), COMMAND_LINE))
     for content, source in layers:
         _merge_layer(content, source, sections, resolved, problems)
+    problems += check(resolved)
     if problems:
-        head = f"{path}: " if path is not None else ""
-        listed = "; ".join(problems)
         count = "" if len(problems) == 1 else f"{len(problems)} problems: "
-        raise UserError(f"{head}{count}{listed}")
+        raise UserError(f"{count}{'; '.join(problems)}.")
     return resolved
 
 
@@ -118,58 +155,80 @@ def _merge_layer(
     resolved: ResolvedConfig,
     problems: list[str],
 ) -> None:
-    where = "" if source == "command line" else f" in {source}"
     for section, body in content.items():
+        where = named(section, {section: source})
         if section not in sections:
-            known = nearest(str(section), sections)
-            problems.append(f"unknown section {section!r}{where}{known}; sections: {', '.join(sections)}")
+            known = nearest(section, sections) or f" (sections: {', '.join(sections)})"
+            problems.append(f"unknown section {where}{known}")
             continue
         if body is None:
             continue
         if not isinstance(body, Mapping):
-            problems.append(f"section {section!r}{where} must hold key: value pairs, got {body!r}")
+            problems.append(f"section {where} must hold key: value pairs, got {_shown(body)}")
             continue
         for name, value in body.items():
+            dotted = f"{section}.{name}"
+            where = named(dotted, {dotted: source})
             key = sections[section].get(name)
             if key is None:
-                known = nearest(str(name), sections[section])
-                problems.append(f"unknown key '{section}.{name}'{where}{known}")
+                problems.append(f"unknown key {where}{_place_of(str(name), section, sections)}")
                 continue
             try:
                 resolved.values.setdefault(key.owner, {})[key.field] = typed(
                     key.schema, key.field, value
                 )
-                resolved.sources[f"{section}.{name}"] = source
+                resolved.sources[dotted] = source
             except UserError as problem:
-                problems.append(f"'{section}.{name}'{where} {problem}")
+                problems.append(f"{where} {problem}")
 
 
-def _read_chain(path: Path, seen: list[Path]) -> list[tuple[Mapping[str, Any], str]]:
+def _place_of(name: str, section: str, sections: Sections) -> str:
+    """The way out for an unknown key: the section it belongs to, a near name, or all names."""
+    for other, keys in sections.items():
+        if name in keys:
+            return f" (it belongs to section {other!r})"
+    by_field = {key.field: known for known, key in sections[section].items()}
+    if name in by_field:
+        return f" (did you mean {by_field[name]!r}?)"
+    return nearest(name, sections[section]) or f" (keys: {', '.join(sections[section])})"
+
+
+def _read_chain(path: Path, children: list[Path]) -> list[tuple[Mapping[str, Any], str]]:
     """The file's layers, its ``base:`` (relative to the file) first."""
-    if path.resolve() in seen:
-        raise UserError(f"{path}: 'base:' leads back to a file that is already being read.")
-    content = dict(_read_yaml(path))
+    if path.resolve() in [child.resolve() for child in children]:
+        chain = " -> ".join(map(str, [*children, path]))
+        raise UserError(f"{path}: 'base:' leads in a circle ({chain}); remove one of them.")
+    content = dict(_read_yaml(path, children))
     base = content.pop("base", None)
     layers = []
     if base is not None:
         if not isinstance(base, str):
-            raise UserError(f"{path}: 'base:' must be the path of another YAML file, got {base!r}.")
-        layers = _read_chain(path.parent / base, [*seen, path.resolve()])
+            raise UserError(
+                f"{path}: 'base:' must be the path of another YAML file, got {_shown(base)}."
+            )
+        layers = _read_chain(path.parent / base, [*children, path])
     return [*layers, (content, str(path))]
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        reason = "is a folder" if path.is_dir() else "does not exist"
-        raise UserError(f"Configuration file {path} {reason}.")
+def _read_yaml(path: Path, children: Sequence[Path]) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{path}: not readable as UTF-8 ({problem}); save it as UTF-8.") from None
+    except OSError as problem:
+        hint = f"correct 'base:' in {children[-1]}" if children else "check --config"
+        reason = str(problem.strerror).lower()
+        raise UserError(f"configuration file {path}: {reason}; {hint}.") from problem
     try:
         # OmegaConf's loader: 3e-4 is a number, a doubled key is an error.
-        config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as problem:
+        config = OmegaConf.load(io.StringIO(text))
+    except (yaml.YAMLError, OSError) as problem:
         mark = getattr(problem, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""
         detail = getattr(problem, "problem", None) or str(problem).splitlines()[0]
-        raise UserError(f"{path}:{line} not readable as YAML: {detail}.") from problem
+        raise UserError(
+            f"{path}:{line} not readable as YAML ({detail}); mend it there."
+        ) from problem
     if not isinstance(config, DictConfig):
         raise UserError(f"{path}: a configuration is sections of key: value pairs, not a list.")
     try:
@@ -186,10 +245,14 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str,
         dotted, equals, text = override.partition("=")
         section, dot, name = dotted.partition(".")
         if not (equals and dot and section and name) or "." in name:
-            problems.append(f"override {override!r} must look like section.key=value (training.lr=6e-4)")
+            problems.append(
+                f"override {override!r} must look like section.key=value (training.lr=6e-4)"
+            )
             continue
         try:
-            value = OmegaConf.create(f"value: {text}" if text else "value: ''")["value"]
+            parsed = OmegaConf.create(f"value: {text}" if text else "value: ''")
+            assert isinstance(parsed, DictConfig)
+            value = parsed["value"]
         except (yaml.YAMLError, OmegaConfBaseException):
             value = text
         content.setdefault(section, {})[name] = (

@@ -7,7 +7,6 @@ last token of the window and y the first. Files are concatenated and windows may
 import bisect
 import hashlib
 import json
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,12 @@ class PretrainDataset(WindowDataset):
         self.data_path = Path(data_path)
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
-        self._files, manifest = _find_files(self.data_path)
+        try:
+            self._files, manifest = _find_files(self.data_path)
+        except OSError as exc:
+            raise UserError(
+                f"data path {data_path}: {exc.strerror}; correct the path or its permissions"
+            ) from exc
         self._ends = list(np.cumsum([f.n_tokens for f in self._files], dtype=np.int64).tolist())
         self.n_tokens = self._ends[-1] if self._ends else 0
         self.n_windows = (self.n_tokens - 1) // max_seq_len
@@ -231,9 +235,12 @@ def _load_tensor(path: Path) -> Tensor:
     """The memory-mapped int64 tensor (n,) saved at `path`."""
     try:
         value = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as exc:
+    except Exception as exc:
+        # Damaged bytes make the unpickler raise nearly anything: UnicodeDecodeError, KeyError, ...
         reason = str(exc).split("\n")[0][:200]
-        raise UserError(f"{path}: not a readable torch.save'd tensor ({reason})") from exc
+        raise UserError(
+            f"{path}: not a readable torch.save'd tensor ({reason}); write it again"
+        ) from exc
     if not isinstance(value, Tensor):
         raise UserError(f"{path}: holds a {type(value).__name__}; one int64 tensor is needed")
     if value.dtype != torch.int64 or value.ndim != 1:

@@ -117,7 +117,7 @@ def prepare(
                 bar(reader.bytes_read, packer)
                 if packer.full:
                     break
-            packer.check(reader)
+            packer.check(reader, files)
         report = packer.report(out, reader)
         # Relative paths: the folder may be moved, and equal runs give equal bytes.
         stored = asdict(report) | {"train_path": "train", "val_path": report.val_path and "val"}
@@ -182,11 +182,15 @@ class _Packer:
         self._writer.append([*ids, self._eos_id] if ends else ids, documents=int(ends))
         self.text_bytes += len(raw)
 
-    def check(self, reader: SourceReader) -> None:
+    def check(self, reader: SourceReader, files: Sequence[Path]) -> None:
         """Refuse a result without documents, in total or in one of the splits."""
         if not self.documents:
             skipped = ", ".join(f"{n} {reason}" for reason, n in reader.skipped.items())
-            raise UserError(f"the input holds no document with text (skipped: {skipped or 'none'})")
+            more = f" (and {len(files) - 1} more)" if len(files) > 1 else ""
+            raise UserError(
+                f"{files[0]}{more}: holds no document with text (skipped: {skipped or 'none'}); "
+                "name files that hold text"
+            )
         for writer in self._writers:
             if not writer.n_documents:
                 raise UserError(

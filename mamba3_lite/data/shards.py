@@ -31,6 +31,7 @@ HEADER_BYTES = 128
 MANIFEST = "manifest.json"
 DEFAULT_SHARD_SIZE_TOKENS = 50_000_000
 
+_MEND = "prepare the data again, or copy the whole folder anew"
 _HEADER = struct.Struct("<8sIIQIII4x32s")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
 
@@ -107,25 +108,33 @@ def read_shard(path: str | Path) -> Shard:
             raw = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
     except OSError as exc:
-        raise UserError(f"{path}: cannot read this shard ({exc.strerror})") from exc
+        raise UserError(f"{path}: cannot read this shard ({exc.strerror}); {_MEND}") from exc
     if len(raw) < HEADER_BYTES:
-        raise UserError(f"{path}: truncated shard ({size} bytes, the header has {HEADER_BYTES})")
+        raise UserError(
+            f"{path}: truncated shard: {size} bytes, its header alone has {HEADER_BYTES}; {_MEND}"
+        )
     magic, version, code, n_tokens, vocab_size, max_id, eos_id, sha = _HEADER.unpack_from(raw)
     if magic != MAGIC:
-        raise UserError(f"{path}: not a mamba3-lite shard (it begins with {magic!r})")
+        raise UserError(f"{path}: not a mamba3-lite shard (it begins with {magic!r}); {_MEND}")
     if version != VERSION:
-        raise UserError(f"{path}: shard format version {version}, this program reads {VERSION}")
+        raise UserError(
+            f"{path}: shard format version {version}, this program reads {VERSION}; {_MEND}"
+        )
     if code not in _DTYPES:
-        raise UserError(f"{path}: unknown token dtype code {code} (1 = uint16, 2 = uint32)")
+        raise UserError(
+            f"{path}: unknown token dtype code {code} (1 = uint16, 2 = uint32); {_MEND}"
+        )
     dtype = _DTYPES[code]
     if dtype != dtype_for(vocab_size):
-        raise UserError(f"{path}: {dtype.name} tokens do not go with a vocabulary of {vocab_size}")
+        raise UserError(
+            f"{path}: {dtype.name} tokens do not go with a vocabulary of {vocab_size}; {_MEND}"
+        )
     expected = HEADER_BYTES + n_tokens * dtype.itemsize
     if size != expected:
         kind = "truncated" if size < expected else "extended"
         raise UserError(
             f"{path}: {kind} shard: {size} bytes, but its header promises {n_tokens} tokens "
-            f"({expected} bytes); prepare the data again"
+            f"({expected} bytes); {_MEND}"
         )
     return Shard(path, ShardHeader(dtype, n_tokens, vocab_size, max_id, eos_id, sha.hex()))
 
@@ -139,22 +148,22 @@ def open_shards(folder: str | Path) -> ShardFolder:
     manifest_path = folder / MANIFEST
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        entries = [(e["file"], int(e["tokens"])) for e in manifest["shards"]]
+        entries = [(Path(e["file"]), int(e["tokens"])) for e in manifest["shards"]]
         fingerprint = manifest["tokenizer"]["fingerprint"]
     except OSError as exc:
-        raise UserError(f"{manifest_path}: cannot read it ({exc.strerror})") from exc
+        raise UserError(f"{manifest_path}: cannot read it ({exc.strerror}); {_MEND}") from exc
     except (ValueError, KeyError, TypeError) as exc:
-        raise UserError(f"{manifest_path}: not a shard manifest ({exc!r})") from exc
+        raise UserError(f"{manifest_path}: not a shard manifest ({exc!r}); {_MEND}") from exc
     shards = []
     for name, n_tokens in entries:
         shard = read_shard(folder / name)
         if shard.header.n_tokens != n_tokens:
             raise UserError(
                 f"{shard.path}: {shard.header.n_tokens} tokens, "
-                f"but {manifest_path} lists {n_tokens}"
+                f"but {manifest_path} lists {n_tokens}; {_MEND}"
             )
         if shard.header.tokenizer_sha256 != fingerprint:
-            raise UserError(f"{shard.path}: another tokenizer than {manifest_path} names")
+            raise UserError(f"{shard.path}: another tokenizer than {manifest_path} names; {_MEND}")
         shards.append(shard)
     return ShardFolder(folder, tuple(shards), manifest)
 
@@ -313,7 +322,9 @@ def atomic_folder(final: str | Path, *, replace: bool = False) -> Iterator[Path]
             stack.enter_context(_new_parents(final.parent))
             stack.enter_context(_claim(partial))
         except OSError as exc:
-            raise UserError(f"{final}: cannot write there ({exc.strerror})") from exc
+            raise UserError(
+                f"{final}: cannot write there ({exc.strerror}); choose another folder"
+            ) from exc
         try:
             yield partial
             _sync_folder(partial)

@@ -21,6 +21,7 @@ InvalidUtf8 = Literal["replace", "skip", "fail"]
 JSONL_SUFFIX = ".jsonl"
 DEFAULT_SUFFIXES = (".txt", ".md", ".rst", ".py", JSONL_SUFFIX)
 
+_MEND = "repair the file, or use --invalid-utf8 replace (or skip)"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _READ_BYTES = 1 << 20
 _MAX_LOGGED = 10
@@ -47,12 +48,16 @@ def list_files(inputs: Sequence[str | Path], suffixes: Iterable[str] | None = No
         raise UserError("no input: name at least one file or folder")
     files: dict[str, Path] = {}
     for given in map(Path, inputs):
+        try:
+            given.stat()
+        except OSError as exc:
+            missing = isinstance(exc, FileNotFoundError)
+            reason = "no such file or folder" if missing else exc.strerror
+            raise UserError(f"{given}: {reason}; check the path") from exc
         if given.is_dir():
             found = [path for path in _walk(given) if path.suffix.lower() in accepted]
             if not found:
                 raise UserError(f"{given}: no file ending in {', '.join(accepted)} in this folder")
-        elif not given.exists():
-            raise UserError(f"{given}: no such file or folder")
         elif given.suffix.lower() not in accepted:
             raise UserError(
                 f"{given}: cannot read files ending in {given.suffix!r}; accepted are "
@@ -156,7 +161,7 @@ class SourceReader:
             record = json.loads(line)
         except (ValueError, RecursionError) as exc:
             if self.invalid_utf8 == "fail":
-                raise UserError(f"{where}: broken JSON ({exc})") from exc
+                raise UserError(f"{where}: broken JSON ({exc}); {_MEND}") from exc
             self._skip("broken_json", where, f"broken JSON ({exc})")
             return None
         if not isinstance(record, dict):
@@ -186,9 +191,7 @@ class SourceReader:
     def _tolerates(self, where: str, problem: str) -> bool:
         """Apply the policy to invalid Unicode: True to repair the document, False to skip it."""
         if self.invalid_utf8 == "fail":
-            raise UserError(
-                f"{where}: {problem}; repair the file, or use --invalid-utf8 replace (or skip)"
-            )
+            raise UserError(f"{where}: {problem}; {_MEND}")
         if self.invalid_utf8 == "skip":
             self._skip("invalid_utf8", where, problem)
             return False

@@ -1,6 +1,8 @@
 """TrainingConfig: every knob of a run, how a YAML fills it, and which ones may change on resume."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,15 @@ from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.models.ssd_backends import DISPATCH_NAMES
 from mamba3_lite.models.transformer import ModelConfig
-from mamba3_lite.schema import ResolvedConfig, Sections, keys_of, nearest, read_config
+from mamba3_lite.schema import ResolvedConfig, Sections, keys_of, named, nearest, read_config
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DATA_ORDERS = ("sequential", "shuffled")
+_WARPS = (1, 2, 4, 8, 16, 32)
 
 
 def _knob(default: Any, text: str, *, resume: str = "free") -> Any:
-    """A field with its one sentence, and what a changed value means on resume: free, safe or refused."""
+    """A field with its one sentence; ``resume``: a change is free, safe or refused on resume."""
     return field(default=default, metadata={"help": text, "resume": resume})
 
 
@@ -95,7 +98,7 @@ class TrainingConfig:
         return self.tokens_per_step * self.max_steps
 
     def model(self) -> ModelConfig:
-        """The model this run trains; the trainer's grad_checkpoint fills in where the model section is silent."""
+        """The model of this run; where its section lacks grad_checkpoint, the trainer's counts."""
         given = {"vocab_size": self.vocab_size, "max_seq_len": self.max_seq_len}
         return ModelConfig(
             **{"grad_checkpoint": self.grad_checkpoint, **self.model_config, **given}
@@ -134,6 +137,8 @@ SECTIONS: Sections = {
 
 def yaml_key(name: str) -> str:
     """How a YAML spells a field of TrainingConfig, as ``section.key``."""
+    if name in ("vocab_size", "max_seq_len"):
+        return f"model.{name}"
     section = "data" if name in _DATA_FIELDS else "training"
     return f"{section}.{_RENAMED.get(name, name)}"
 
@@ -141,23 +146,27 @@ def yaml_key(name: str) -> str:
 def load_training_config(
     path: str | Path | None, overrides: list[str] | None = None
 ) -> tuple[TrainingConfig, dict[str, str]]:
-    """Reads, types and validates a configuration; returns it with the source of each value that is not a default.
+    """Reads, types and validates a configuration.
+
+    Returns:
+        The configuration, and the source of each ``section.key`` that is not a default.
 
     Raises:
         UserError: every problem, in one message.
     """
-    resolved = read_config(path, SECTIONS, overrides or [])
-    config = config_from_values(resolved)
     mode = env.read("TORCH_COMPILE_MODE")
-    if mode:
-        config.compile_mode = mode
-        resolved.sources["training.compile_mode"] = "environment variable TORCH_COMPILE_MODE"
-    validate(config)
-    return config, resolved.sources
+    resolved = read_config(
+        path,
+        SECTIONS,
+        environment={"TORCH_COMPILE_MODE": ("training.compile_mode", mode)} if mode else {},
+        overrides=overrides or [],
+        check=lambda resolved: problems_of(config_from_values(resolved), resolved.sources),
+    )
+    return config_from_values(resolved), resolved.sources
 
 
 def config_from_values(resolved: ResolvedConfig) -> TrainingConfig:
-    """Puts typed values where they belong; model.vocab_size and model.max_seq_len fill the trainer's fields."""
+    """Typed values where they belong; the model's vocab_size and max_seq_len are the trainer's."""
     model = resolved.values.get("model", {})
     shared = {name: model[name] for name in ("vocab_size", "max_seq_len") if name in model}
     return TrainingConfig(
@@ -170,11 +179,23 @@ def config_from_values(resolved: ResolvedConfig) -> TrainingConfig:
 
 def validate(config: TrainingConfig) -> None:
     """Ranges and relations of every knob; ``UserError`` with all problems in one message."""
+    problems = problems_of(config, {})
+    if problems:
+        raise UserError("; ".join(problems) + ".")
+
+
+def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]:
+    """What is wrong with the values of a configuration, one sentence each.
+
+    Args:
+        sources: where each ``section.key`` came from, for the sentences.
+    """
     problems = []
 
     def need(ok: bool, name: str, rule: str) -> None:
         if not ok:
-            problems.append(f"{yaml_key(name)} must be {rule}, got {getattr(config, name)!r}")
+            where = named(yaml_key(name), sources)
+            problems.append(f"{where} must be {rule}, got {getattr(config, name)!r}")
 
     for name in (
         "batch_size", "gradient_accumulation_steps", "max_steps", "save_every", "log_every",
@@ -182,40 +203,67 @@ def validate(config: TrainingConfig) -> None:
     ):  # fmt: skip
         need(getattr(config, name) >= 1, name, "at least 1")
     for name in (
-        "warmup_steps", "weight_decay", "num_workers", "eval_interval", "eval_batches",
-        "keep_last", "keep_every", "max_time_sec", "max_rollbacks", "seed",
+        "warmup_steps", "num_workers", "eval_interval", "eval_batches", "keep_last", "keep_every",
+        "max_time_sec", "max_rollbacks",
     ):  # fmt: skip
         need(getattr(config, name) >= 0, name, "0 or more")
-    need(config.lr > 0 and config.lr < float("inf"), "lr", "a positive number")
+    for name in ("data_path", "checkpoint_dir"):
+        need(bool(getattr(config, name)), name, "a path")
+    need(0 <= config.seed < 2**63, "seed", "between 0 and 2^63 - 1")
+    need(0 < config.lr < math.inf, "lr", "a positive number")
+    need(0 <= config.weight_decay < math.inf, "weight_decay", "0 or a positive number")
     need(config.max_grad_norm > 0, "max_grad_norm", "positive")
     need(0 <= config.min_lr_ratio <= 1, "min_lr_ratio", "between 0 and 1")
     for name in ("beta1", "beta2"):
         need(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
-    need(
-        config.warmup_steps < config.max_steps,
-        "warmup_steps",
-        f"below training.total_steps ({config.max_steps})",
-    )
-    need(config.data_order in DATA_ORDERS, "data_order", f"one of {', '.join(DATA_ORDERS)}")
-    need(
-        config.compile_mode in COMPILE_MODES,
-        "compile_mode",
-        f"one of {', '.join(COMPILE_MODES)}{nearest(config.compile_mode, COMPILE_MODES)}",
-    )
+    limit = f"below {named('training.total_steps', sources)} ({config.max_steps})"
+    need(config.warmup_steps < config.max_steps, "warmup_steps", limit)
+    for name, names in (("data_order", DATA_ORDERS), ("compile_mode", COMPILE_MODES)):
+        value = getattr(config, name)
+        need(value in names, name, f"one of {', '.join(names)}{nearest(value, names)}")
     if config.eval_interval and not config.val_data_path:
-        problems.append("training.eval_interval needs data.val_data_path")
+        problems.append(f"{named('training.eval_interval', sources)} needs data.val_data_path")
+    return problems + _model_problems(config, sources) + _data_problems(config.data, sources)
+
+
+def _model_problems(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]:
     try:
         model = config.model()
-        if model.ssd_dispatch not in DISPATCH_NAMES:
-            known = nearest(model.ssd_dispatch, DISPATCH_NAMES)
-            problems.append(
-                f"model.ssd_dispatch must be one of {', '.join(DISPATCH_NAMES)}, "
-                f"got {model.ssd_dispatch!r}{known}"
-            )
     except UserError as problem:
-        problems.append(str(problem).rstrip("."))
-    if problems:
-        raise UserError("; ".join(problems) + ".")
+        return [str(problem).rstrip(".")]
+    if model.ssd_dispatch not in DISPATCH_NAMES:
+        return [
+            f"{named('model.ssd_dispatch', sources)} must be one of {', '.join(DISPATCH_NAMES)}, "
+            f"got {model.ssd_dispatch!r}{nearest(model.ssd_dispatch, DISPATCH_NAMES)}"
+        ]
+    if model.ssd_dispatch == "triton" and env.read("ENABLE_TRITON_KERNELS") == "1":
+        return _launch_knob_problems()
+    return []
+
+
+def _launch_knob_problems() -> list[str]:
+    """The kernel reads its knobs at its first launch, when the run folder is made already."""
+    problems = []
+    for name, rule, fits in (
+        ("TRITON_PER_CHUNK_NUM_WARPS", "a power of two up to 32", lambda n: n in _WARPS),
+        ("TRITON_PER_CHUNK_NUM_STAGES", "at least 1", lambda n: n >= 1),
+    ):
+        try:
+            value = env.read_int(name)
+        except UserError as problem:
+            problems.append(str(problem))
+        else:
+            if not fits(value):
+                problems.append(f"environment variable {name} must be {rule}, got {value}")
+    return problems
+
+
+def _data_problems(data: DataConfig, sources: Mapping[str, str]) -> list[str]:
+    return [
+        f"{named(f'data.{name}', sources)} must be at least {least}, got {getattr(data, name)}"
+        for name, least in (("shard_size_tokens", 1), ("max_tokens", 0))
+        if getattr(data, name) < least
+    ]
 
 
 # These choose how the model is computed, not what it is.
@@ -223,10 +271,14 @@ _FREE_MODEL_FIELDS = ("chunk_size", "ssd_dispatch", "grad_checkpoint", "init_std
 
 
 def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
-    """Compares the configuration a checkpoint was made with (``dataclasses.asdict``) with the present one.
+    """Compares the present configuration with the one that a checkpoint was made with.
 
-    Free knobs may change and are reported; batch geometry may change at equal tokens per optimizer step; what fixes the model or the
-    data stream may not.
+    Free knobs may change and are reported; batch geometry may change at equal tokens per optimizer
+    step; what fixes the model or the data stream may not.
+
+    Args:
+        saved: ``dataclasses.asdict`` of the checkpoint's ``TrainingConfig``; a field that it lacks
+            was added later and had its default.
 
     Returns:
         One sentence for each change that takes effect.
@@ -234,14 +286,15 @@ def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
     Raises:
         UserError: a refused change, naming each key with both values.
     """
-    notes, refused = [], []
-    present = dataclasses.asdict(config)
-    for f in dataclasses.fields(TrainingConfig):
-        if f.name in ("model_config", "data") or saved.get(f.name) == present[f.name]:
-            continue
-        change = f"{yaml_key(f.name)}: {saved.get(f.name)!r} -> {present[f.name]!r}"
-        (refused if f.metadata["resume"] == "refused" else notes).append(change)
+    notes: list[str] = []
+    refused: list[str] = []
     was = TrainingConfig(**{**saved, "data": DataConfig(**saved["data"])})
+    for f in dataclasses.fields(TrainingConfig):
+        old, new = getattr(was, f.name), getattr(config, f.name)
+        if f.name in ("model_config", "data") or old == new:
+            continue
+        change = f"{yaml_key(f.name)}: {old!r} -> {new!r}"
+        (refused if f.metadata["resume"] == "refused" else notes).append(change)
     old_model, new_model = dataclasses.asdict(was.model()), dataclasses.asdict(config.model())
     for name, value in new_model.items():
         if old_model[name] != value and name not in ("vocab_size", "max_seq_len"):
@@ -249,12 +302,12 @@ def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
             (notes if name in _FREE_MODEL_FIELDS else refused).append(change)
     if was.samples_per_step != config.samples_per_step:
         refused.append(
-            f"sequences of an optimizer step (micro_batch_size x gradient_accumulation_steps): {was.samples_per_step} -> "
-            f"{config.samples_per_step}"
+            "sequences of an optimizer step (training.micro_batch_size x "
+            f"gradient_accumulation_steps): {was.samples_per_step} -> {config.samples_per_step}"
         )
     if refused:
         raise UserError(
-            f"Cannot resume from {config.checkpoint_dir} with a changed {'; '.join(refused)}. Set it back, or start in a new "
-            "training.save_dir."
+            f"Cannot resume from {config.checkpoint_dir} with a changed {'; '.join(refused)}. "
+            "Set it back, or start in a new training.save_dir."
         )
     return notes

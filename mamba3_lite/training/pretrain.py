@@ -147,10 +147,19 @@ def _compile_refusal(device: torch.device) -> str | None:
     return None
 
 
-def compile_blocks(model: Mamba3Transformer, mode: str) -> None:
-    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names."""
+# CUDA graphs would record one block and replay it over another's outputs; between them the model keeps only the rest of the mode.
+_BLOCK_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
+
+
+def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
+    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names.
+
+    Returns the mode in effect: without CUDA graphs, which need the whole step in one graph.
+    """
+    mode = _BLOCK_MODES.get(mode, mode)
     for block in model.layers:
         block._forward_impl = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+    return mode
 
 
 def _random_state() -> dict[str, Tensor]:
@@ -256,8 +265,8 @@ class Pretrainer:
         if config.compile_model:
             refusal = _compile_refusal(self.device)
             if refusal is None:
-                compile_blocks(self.model, config.compile_mode)
-                self._notes.append(f"torch.compile (mode={config.compile_mode})")
+                mode = compile_blocks(self.model, config.compile_mode)
+                self._notes.append(f"torch.compile: each block, mode {mode}")
             else:
                 self._notes.append(f"[warn] not compiled: {refusal}")
 

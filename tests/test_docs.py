@@ -1,0 +1,521 @@
+"""The documents against the code: every name, link, command, table and figure in them."""
+
+import ast
+import dataclasses
+import functools
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+import yaml
+
+from mamba3_lite import cli, env
+from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.measure import parity
+from mamba3_lite.models import arithmetic
+from mamba3_lite.models.mamba_block import stable_decay
+from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
+from mamba3_lite.training import pretrain
+from mamba3_lite.training.config import _FREE_MODEL_FIELDS, SECTIONS, DataConfig, TrainingConfig
+from mamba3_lite.training.schedule import lr_factor
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mamba3_lite"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+PRODUCTION = ROOT / "configs" / "pretrain_a100_400m.yaml"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+page_ids = [str(p.relative_to(ROOT)) for p in PAGES]
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_ids)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [b for kind, b in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """(header, rows) of every table, cells stripped."""
+    for block in re.findall(r"(?:^\|.*\|$\n?)+", text, flags=re.MULTILINE):
+        rows = [[c.strip() for c in line.strip("|").split("|")] for line in block.splitlines()]
+        yield rows[0], rows[2:]
+
+
+def table(page: str, *columns: str) -> list[list[str]]:
+    """The rows of the one table whose header begins with these columns, backticks removed."""
+    found = [rows for head, rows in tables(read(page)) if tuple(head[: len(columns)]) == columns]
+    assert len(found) == 1, f"{page}: {len(found)} tables with columns {columns}"
+    return [[cell.replace("`", "") for cell in row] for row in found[0]]
+
+
+# Names -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def symbols(path: Path) -> set[str]:
+    """Dotted names a module defines: functions, classes, their members, constants, re-exports."""
+    found: set[str] = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                collect(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef) and prefix:
+                # self.attribute = ... inside a method
+                found.update(
+                    prefix + n.attr
+                    for n in ast.walk(node)
+                    if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+                )
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+                found.update(prefix + n.id for n in names)
+            elif isinstance(node, ast.ImportFrom):
+                found.update(prefix + (alias.asname or alias.name) for alias in node.names)
+
+    collect(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return found
+
+
+def unresolved_anchors(text: str) -> list[str]:
+    wrong = []
+    for file, symbol in re.findall(r"`([\w/]+\.py):([A-Za-z_][\w.]*)", text):
+        path = PACKAGE / file
+        is_example = f"{file}:{symbol}" == "file.py:Symbol"
+        if not is_example and (not path.is_file() or symbol not in symbols(path)):
+            wrong.append(f"{file}:{symbol}")
+    for file, name in re.findall(r"\b(tests/[\w/]+\.py)::([\w:]+)", text):
+        path = ROOT / file
+        if not path.is_file() or name.replace("::", ".") not in symbols(path):
+            wrong.append(f"{file}::{name}")
+    for file in re.findall(r"`([\w./-]+\.(?:py|yaml))`", text):
+        if "/" in file and not any((base / file).is_file() for base in (ROOT, PACKAGE)):
+            wrong.append(file)
+    return wrong
+
+
+@every_page
+def test_anchors_name_real_code(page: Path) -> None:
+    assert unresolved_anchors(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_search_for_anchors_finds_wrong_ones() -> None:
+    wrong = [
+        "models/mimo.py:Nothing", "models/none.py:MIMO", "training/pretrain.py:Pretrainer.nothing",
+        "tests/test_docs.py::test_nothing", "configs/none.yaml",
+    ]  # fmt: skip
+    right = ["models/mimo.py:MIMO.mix", "training/pretrain.py:TrainingConfig", "models/mimo.py"]
+    text = " ".join(f"`{name}`" for name in [*wrong, *right])
+    assert sorted(unresolved_anchors(text)) == sorted(wrong)
+
+
+# Links -------------------------------------------------------------------------------------------
+
+
+def heading_slugs(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+def relative_links(page: Path) -> list[str]:
+    found = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page))
+    return [link for link in found if not link.startswith(("http://", "https://"))]
+
+
+@every_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in relative_links(page):
+        file, _, fragment = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (fragment and fragment not in heading_slugs(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_every_page_is_in_the_index_and_begins_with_a_summary() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in relative_links(index)}
+    assert {p for p in DOCS if p != index} <= linked
+    for page in DOCS:
+        heads = re.findall(r"^#.*$", prose(page), flags=re.MULTILINE)
+        assert heads[0].startswith("# ") and heads[1] == "## 60-second summary", page
+
+
+# Commands ----------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command line of the page's bash blocks, split into words."""
+    lines = "\n".join(blocks(page, "bash")).splitlines()
+    return [shlex.split(line) for line in lines if line.strip()]
+
+
+def subcommand(name: str) -> typer.core.TyperCommand:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    command = group.get_command(group.make_context("mamba3-lite", [name]), name)
+    assert isinstance(command, typer.core.TyperCommand)
+    return command
+
+
+@every_page
+def test_commands_are_understood(page: Path) -> None:
+    for words in commands(page):
+        match words:
+            case ["make", target]:
+                assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), words
+            case ["source", path]:
+                assert path == ".venv/bin/activate" and "VENV ?= .venv\n" in read("Makefile")
+            case ["pip", "install", *rest]:
+                named = set(",".join(re.findall(r"\[(.*?)\]", rest[-1])).split(","))
+                extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+                assert named <= extras.keys(), words
+                assert "torch==2.13.0" in read("constraints.txt").splitlines()
+            case ["mamba3-lite", name, *rest]:
+                subcommand(name).make_context(name, rest)  # raises on an unknown option
+            case ["python3", "training/pretrain.py", *rest]:
+                subcommand("pretrain").make_context("pretrain", rest)
+            case _:
+                pytest.fail(f"{page}: no test understands {words}")
+
+
+TINY = [
+    "model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.head_dim=8",
+    "model.state_dim=4", "model.ffn_dim=16", "model.max_seq_len=32", "training.micro_batch_size=2",
+    "training.total_steps=4", "training.warmup_steps=1", "training.save_interval=2",
+    "training.eval_interval=2", "training.eval_batches=1", "training.tensorboard=false",
+]  # fmt: skip
+
+
+def run_readme_command(words: list[str]) -> None:
+    """Runs one README command for real, with a tiny model where one is trained."""
+    name, *rest = words
+    if name == "python3":
+        # The production file validates nothing, so it takes no eval_interval.
+        tiny = [setting for setting in TINY if "eval" not in setting]
+        subprocess.run([sys.executable, *rest, *tiny], check=True, timeout=120)
+    elif name == "mamba3-lite":
+        arguments = [*rest, *TINY] if rest[0] == "pretrain" else rest
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 0, words
+
+
+def test_readme_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = ROOT / "README.md"
+    for name in ("configs", "training"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    text = Path("my_text")
+    text.mkdir()
+    for i in range(60):
+        story = " ".join(f"word{i * j % 37} of story {i}" for j in range(30))
+        (text / f"story{i}.txt").write_text(story)
+    (config,) = blocks(readme, "yaml")
+    named = re.match(r"# (\S+\.yaml)\n", config)
+    assert named is not None
+    Path(named[1]).write_text(config)
+    # A sample of the grid: the whole one takes minutes.
+    whole = parity.problems
+    monkeypatch.setattr(parity, "problems", lambda lengths: whole(lengths)[::60])
+
+    ran = [words for words in commands(readme) if words[0] in ("mamba3-lite", "python3")]
+    for words in ran:
+        run_readme_command(words)
+    done = {words[1] for words in ran}
+    assert {"prepare", "pretrain", "generate", "parity", "training/pretrain.py"} <= done
+    assert Path("runs/mine/model_step_4.safetensors").is_file()
+    shown = capsys.readouterr().out
+    assert "Once upon a time" in shown and " 0 failures" in shown
+
+
+@pytest.mark.parametrize("page", DOCS, ids=page_ids[3:])
+def test_python_examples_run(page: Path) -> None:
+    for source in blocks(page, "python"):
+        exec(compile(source, str(page), "exec"), {})
+
+
+def test_the_numpy_reader_of_the_data_page_reads_our_shards(tmp_path: Path) -> None:
+    (source,) = [
+        b for b in blocks(ROOT / "docs/references/data.md", "python") if "read_tokens" in b
+    ]
+    space: dict = {}
+    exec(source, space)
+    for vocab_size in (500, 70_000):
+        ids = np.random.default_rng(0).integers(vocab_size, size=1000)
+        folder = tmp_path / str(vocab_size)
+        with ShardWriter(
+            folder, vocab_size=vocab_size, eos_id=0, tokenizer_name="t",
+            tokenizer_fingerprint="0" * 64, shard_size_tokens=600,
+        ) as writer:  # fmt: skip
+            writer.append(ids)
+        parts = [space["read_tokens"](p) for p in sorted(folder.glob("tokens_*.bin"))]
+        assert np.array_equal(np.concatenate(parts), ids)
+
+
+# Tables ------------------------------------------------------------------------------------------
+
+
+def test_model_fields_and_defaults() -> None:
+    rows = table("docs/references/config.md", "field", "default", "read by")
+    want = [(f.name, f.default) for f in dataclasses.fields(ModelConfig)]
+    assert [(row[0], ast.literal_eval(row[1])) for row in rows] == want
+
+
+def test_training_fields_keys_defaults_and_resume() -> None:
+    rows = table("docs/references/config.md", "field", "YAML key", "default", "resume")
+    fields = [
+        f for f in dataclasses.fields(TrainingConfig) if f.name not in ("model_config", "data")
+    ]
+    want = {f.name: (f.default, f.metadata["resume"]) for f in fields}
+    assert {row[0]: (ast.literal_eval(row[2]), row[3]) for row in rows} == want
+    data = table("docs/references/config.md", "field", "YAML key", "default", "meaning")
+    assert {row[0]: ast.literal_eval(row[2]) for row in data} == dataclasses.asdict(DataConfig())
+
+    keys = {
+        f"{s}.{name}": key.field for s, names in SECTIONS.items() for name, key in names.items()
+    }
+    documented = {row[1]: row[0] for row in [*rows, *data]}
+    documented |= {f"model.{f.name}": f.name for f in dataclasses.fields(ModelConfig)}
+    assert documented == keys
+
+
+def test_the_production_file_key_by_key() -> None:
+    rows = table("docs/references/config.md", "key", "value", "field")
+    content = yaml.safe_load(PRODUCTION.read_text(encoding="utf-8"))
+    want = {f"{s}.{k}": str(v) for s, body in content.items() for k, v in body.items()}
+    assert {row[0]: str(yaml.safe_load(row[1])) for row in rows} == want
+    assert len(rows) == 35
+    for key, _, name in rows:
+        section, _, short = key.partition(".")
+        assert (name or short) == SECTIONS[section][short].field
+
+
+def test_the_resume_table_of_the_runbook() -> None:
+    rows = {row[0]: row[1] for row in table("docs/guides/a100_runbook.md", "on resume", "knobs")}
+    by_class: dict[str, set[str]] = {"free": set(), "safe": set(), "refused": set()}
+    for row in table("docs/references/config.md", "field", "YAML key", "default", "resume"):
+        by_class[row[3]].add(row[1])
+    assert set(re.findall(r"\w+\.\w+", rows["safe"])) == by_class["safe"]
+    assert set(re.findall(r"\w+\.\w+", rows["refused"])) == by_class["refused"]
+    free = re.search(r"Of the `model:` section (.*?) are free", read("docs/guides/a100_runbook.md"))
+    assert free is not None
+    assert set(re.findall(r"`(\w+)`", free[1])) == set(_FREE_MODEL_FIELDS)
+
+
+@pytest.mark.parametrize("page", ["docs/references/pretrain_cli.md", "docs/guides/a100_runbook.md"])
+def test_exit_codes(page: str) -> None:
+    want = {
+        pretrain.EXIT_DONE, 1, 2, pretrain.EXIT_OUT_OF_TIME, 128 + signal.SIGINT,
+        128 + signal.SIGTERM,
+    }  # fmt: skip
+    assert {int(row[0]) for row in table(page, "code", "meaning")} == want
+
+
+def test_environment_variables() -> None:
+    rows = table("docs/references/pretrain_cli.md", "variable", "default", "meaning")
+    assert [(row[0], row[1]) for row in rows] == [(v.name, v.default) for v in env.VARIABLES]
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "column"),
+    [
+        ("pretrain", "docs/references/pretrain_cli.md", "flag"),
+        ("prepare", "docs/references/data.md", "option"),
+    ],
+)
+def test_flags(name: str, page: str, column: str) -> None:
+    rows = table(page, column, "default")
+    documented = {word for row in rows for word in re.findall(r"--[\w-]+|\b[A-Z]+\b", row[0])}
+    options = set()
+    for parameter in subcommand(name).params:
+        is_option = parameter.param_type_name == "option"
+        options |= {max(parameter.opts, key=len)} if is_option else {parameter.name.upper()}
+    assert documented == options - {"--help"}
+
+
+def test_all_subcommands_are_described() -> None:
+    rows = table("docs/references/pretrain_cli.md", "command", "what it does")
+    assert {row[0] for row in rows} | {"pretrain"} == set(cli.COMMANDS)
+
+
+def test_parity_limits() -> None:
+    rows = table("docs/references/ssd.md", "tensor", "float32", "float64")
+    for names, *limits in rows:
+        names = names.replace("final state", "state").replace("d(initial state)", "dstate")
+        for name in names.split(", "):
+            for dtype, limit in zip((torch.float32, torch.float64), limits, strict=True):
+                assert parity.LIMITS[dtype][name] == float(limit), name
+
+
+def test_state_dict_keys() -> None:
+    tiny = dict(vocab_size=9, d_model=8, n_layers=1, n_heads=2, head_dim=4, state_dim=4, ffn_dim=8)
+    text = read("docs/references/model.md").partition("## State-dict keys")[2].partition("With")[0]
+    want = [key.replace("layers.0.", "layers.{i}.") for key in Mamba3Transformer(tiny).state_dict()]
+    assert re.findall(r"`([^`]+)`", text) == want
+
+
+# Departures --------------------------------------------------------------------------------------
+
+DEPARTURES = [
+    "exponent is masked first", "optimizer steps", "unknown key", "inert", "dummy tokens",
+    "uint32 shards", "exact resume", "loss and gradient norm", "re(a) < 0", "temporary name, fsync",
+    "batch shrinks", "window mean", "foreseeable refusals", "unknown name", "accumulation window",
+    "schedule is unchanged", "measured rows",
+]  # fmt: skip
+
+
+def test_departures_are_stated_with_reason_and_page() -> None:
+    rows = table("docs/architecture.md", "the seeds", "here", "why", "page")
+    assert len(rows) == len(DEPARTURES)
+    for keyword, row in zip(DEPARTURES, rows, strict=True):
+        assert keyword in " ".join(row[:2]).lower().replace("*", ""), keyword
+        assert row[2] and "](" in row[3], keyword
+
+
+# Figures -----------------------------------------------------------------------------------------
+
+
+def mean_step() -> float:
+    """E softplus(N(0, 0.64^2)): the mean step of a freshly initialised production block."""
+    z = np.linspace(-8, 8, 20_001)
+    weight = np.exp(-z * z / 2)
+    return float((weight * np.log1p(np.exp(0.64 * z))).sum() / weight.sum())
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """(page, figure as it must stand there), all recomputed."""
+    config, model = TrainingConfig(), ModelConfig()
+    remat = ModelConfig(grad_checkpoint=True)
+    counts = arithmetic.parameter_counts(model)
+    layer_parts = ("in_proj", "mimo", "out_proj", "ffn")
+    layer = sum(counts[p] for p in layer_parts) // 28 + 2 * 1024 + 16
+    weights, moments = arithmetic.weight_bytes(model), arithmetic.optimizer_bytes(model)
+
+    page = "docs/references/config.md"
+    yield page, f"| {config.tokens_per_micro_step:,} |"
+    yield page, f"| {config.tokens_per_step:,} |"
+    yield page, f"| {config.total_tokens / 1e9:.2f} B |"
+    yield page, f"| {config.total_tokens / 8e9:.1f} |"
+    yield page, f"{config.log_every * config.tokens_per_micro_step / 1e6:.2f} M tokens"
+    yield page, f"{config.save_every * config.tokens_per_step / 1e6:.0f} M tokens"
+    yield page, f"{config.warmup_steps * config.tokens_per_step / 1e6:.0f} M tokens"
+    yield page, f"{config.warmup_steps / config.max_steps:.1%}".replace("%", " %")
+    floor = config.lr * lr_factor(256_000, warmup_steps=2000, max_steps=256_000, min_lr_ratio=0.05)
+    start = config.lr * lr_factor(0, warmup_steps=2000, max_steps=256_000, min_lr_ratio=0.05)
+    yield page, f"{floor:.1e}".replace("e-0", "e-")
+    yield "docs/references/training.md", f"starts at {start:.0e}".replace("e-0", "e-")
+
+    page = "docs/references/model.md"
+    for part in layer_parts[:3]:
+        yield page, f"| {counts[part] // 28:,} |"
+    yield page, f"| {2 * model.d_model * model.ffn_dim:,} |"
+    yield page, f"| {model.d_model * model.ffn_dim:,} |"
+    yield page, f"**{layer:,}**"
+    yield page, f"| {28 * layer:,} |"
+    yield page, f"| {counts['embedding']:,} |"
+    yield page, f"**{28 * layer + counts['embedding'] + 1024:,}**"
+    yield page, f"{arithmetic.parameter_count(model):,}"
+    yield page, f"{arithmetic.matmul_parameters(model):,}"
+    yield page, f"{arithmetic.model_flops_per_token(model):,}"
+    yield (
+        page,
+        f"{arithmetic.state_bytes(model):,} B ({arithmetic.state_bytes(model) / 2**20:.1f} MiB)",
+    )
+    yield page, f"{arithmetic.forward_flops_per_token(model):,}"
+    yield page, f"{arithmetic.training_flops_per_token(model):,}"
+    yield page, f"{arithmetic.training_flops_per_token(remat):,}"
+    yield page, f"{weights:,} B"
+    logits = f"{16 * 2048 * 50257 * 4 / 1e9:.1f} GB"
+    yield "docs/references/training.md", logits
+    yield "docs/LOG.md", logits
+
+    page = "docs/guides/a100_runbook.md"
+    yield page, f"{(weights + moments) / 1e9:.1f} GB"
+    yield page, f"weights {weights / 1e9:.2f} GB"
+    yield page, f"moments {moments / 1e9:.2f} GB"
+    yield page, f"{arithmetic.activation_bytes(model, 16, 2048) / 1e9:.1f} GB"
+    yield page, f"{arithmetic.activation_bytes(remat, 16, 2048) / 1e9:.1f} GB"
+    yield page, f"{math.log(50257):.2f}"
+
+    page = "docs/concepts/ssd_theory.md"
+    for chunk in (64, 128, 256):
+        c, r = ModelConfig(chunk_size=chunk), ModelConfig(chunk_size=chunk, grad_checkpoint=True)
+        forward, backward = (f // (28 * 16) for f in arithmetic.ssd_flops_per_token(c))
+        yield page, f"| {chunk} | {forward:,} | {backward:,} |"
+        per_token = (
+            arithmetic.forward_flops_per_token(c), arithmetic.training_flops_per_token(c),
+            arithmetic.training_flops_per_token(r),
+        )  # fmt: skip
+        yield page, f"| {chunk} | " + " | ".join(f"{f / 1e6:,.1f}" for f in per_token) + " |"
+    share = sum(arithmetic.ssd_flops_per_token(model)) / arithmetic.training_flops_per_token(model)
+    yield page, f"{share:.1%}".replace("%", " %")
+    yield page, f"{arithmetic.model_flops_per_token(model) / 1e6:,.1f} MFLOP"
+    yield page, f"{2 * arithmetic.matmul_parameters(model) / 1e6:.0f} MB"
+    yield page, f"{arithmetic.state_bytes(model) / 1e6:.1f} MB"
+    yield page, f"{2 * (64 + 128 + 128 + 1 + 64)} B"
+    yield page, f"{int(57_344 / 770)} FLOPs a byte"
+    yield page, f"{3 * 128 * 64:,}"
+    yield page, f"{3 * 128 * 64 / (64 * 57_344):.1%}".replace("%", " %")
+
+    page = "docs/concepts/block_and_stability.md"
+    overflow, step = math.log(torch.finfo(torch.float32).max), mean_step()
+    yield page, f"{overflow:.2f}"
+    for chunk in (64, 128, 256):
+        yield page, f"| {chunk} | {overflow / (chunk - 1):.3f} |"
+    yield page, f"{0.02 * math.sqrt(1024):.2f}"
+    yield page, f"mean step is {step:.2f}"
+    yield page, f"= {2 * 64 * step:.0f}"
+    yield page, f"e^{{{2048 * step * 0.001:.1f}}}"
+    yield page, f"e^{{{2048 * step * 0.01:.0f}}}"
+    yield page, f"+{overflow / (2048 * step):.3f}"
+    yield page, f"{1 / 3e-4:,.0f} steps"
+    for raw in (-2, -1, -0.5, 0, 1, 10):
+        rate = -float(stable_decay(torch.tensor([complex(raw)]))[0])
+        yield page, f"| {raw:+g} | {round(rate, 4):g} |".replace("+0 ", "0 ")
+    yield page, f"{math.log(2):.3f}"
+    yield page, f"{-(-(10**6) // 64):,}"
+    yield page, f"{16 * 15_625**2 * 8 / 1e9:.0f} GB"
+    yield page, f"{math.pi * step:.1f} rad"
+    yield page, f"{round(math.pi * step * 2048, -1):,.0f} rad"
+    for angle, shown in ((1_000, "6.1e-5"), (10_000, "9.8e-4"), (1_000_000, "0.0625")):
+        assert math.isclose(float(shown), np.spacing(np.float32(angle)), rel_tol=0.01)
+        yield page, shown
+    yield page, f"{float(np.spacing(np.float32(math.pi))) / 2:.1e}".replace("e-07", "e-7")
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in figures()}))
+def test_figures_are_what_the_arithmetic_gives(page: str) -> None:
+    text = read(page)
+    missing = [figure for where, figure in figures() if where == page and figure not in text]
+    assert missing == []
+
+
+def test_no_document_mentions_a_place_outside_the_project() -> None:
+    for page in PAGES:
+        assert not re.search(r"/work/|/tmp/venv|\.\./shared", page.read_text("utf-8")), page
