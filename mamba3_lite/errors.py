@@ -25,3 +25,12 @@ def user_errors_as_one_line() -> Iterator[None]:
         # A path, a key or a library's reason may hold line ends of its own.
         print("error:", *str(problem).split(), file=sys.stderr)
         raise SystemExit(2) from None
+
+
+@contextmanager
+def reading(what: str, way_out: str) -> Iterator[None]:
+    """An ``OSError`` inside, such as a folder that may not be entered, becomes a ``UserError``."""
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(f"{what}: cannot be read ({problem.strerror}); {way_out}") from problem

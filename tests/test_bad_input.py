@@ -511,7 +511,7 @@ def without_privilege() -> Iterator[None]:
     [
         (0o555, [*PRETRAIN, "--checkpoint-dir", "locked/new"], ["locked/new", "make it writable"]),
         (0o000, [*PRETRAIN, "--checkpoint-dir", "locked/new"], ["locked/new", "choose another"]),
-        (0o000, [*PRETRAIN, "--data-path", "locked/x"], ["locked/x", "correct the path"]),
+        (0o000, [*PRETRAIN, "--data-path", "locked/x"], ["data path locked/x", "correct the path"]),
         (0o000, [*PRETRAIN[:2], "locked/x"], ["locked/x", "check --config"]),
         (0o000, ["prepare", "locked/x.txt", "--out", "o"], ["locked/x.txt", "check the path"]),
         (0o555, ["prepare", "a.txt", "--out", "locked/o"], ["locked/o", "choose another folder"]),

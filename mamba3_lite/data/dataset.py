@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mamba3_lite.data.shards import MANIFEST, ShardHeader, is_shard, open_shards, read_shard
-from mamba3_lite.errors import UserError
+from mamba3_lite.errors import UserError, reading
 
 Tokens = np.ndarray[Any, Any]
 
@@ -79,12 +79,8 @@ class PretrainDataset(WindowDataset):
         self.data_path = Path(data_path)
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
-        try:
+        with reading(f"data path {data_path}", "correct the path or its permissions"):
             self._files, manifest = _find_files(self.data_path)
-        except OSError as exc:
-            raise UserError(
-                f"data path {data_path}: {exc.strerror}; correct the path or its permissions"
-            ) from exc
         self._ends = list(np.cumsum([f.n_tokens for f in self._files], dtype=np.int64).tolist())
         self.n_tokens = self._ends[-1] if self._ends else 0
         self.n_windows = (self.n_tokens - 1) // max_seq_len

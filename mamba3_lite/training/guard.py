@@ -1,7 +1,7 @@
 """What protects a run from a bad batch: whole windows are dropped, repeated ones roll back, spikes raise an alarm."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -49,27 +49,22 @@ class AccumulationWindow:
 
 @dataclass
 class SpikeAlarm:
-    """Notices a finite loss far above the recent ones: exponential mean and variance over about 20 optimizer steps."""
+    """Notices a finite loss far above the recent ones: median and median deviation, which a spike itself hardly moves."""
 
-    mean: float = 0.0
-    variance: float = 0.0
-    seen: int = 0
+    recent: list[float] = field(default_factory=list)
 
-    _MEMORY = 0.95
-    _WARM_UP = 20
-    _SIGMAS = 6.0
+    _WINDOW = 16
+    _WARM_UP = 16
+    _DEVIATIONS = 8.0
     _AT_LEAST = 0.5  # nat
 
     def check(self, loss: float) -> str | None:
-        """A sentence when ``loss`` is abnormal, then takes it in."""
-        excess = loss - self.mean
-        limit = max(self._AT_LEAST, self._SIGMAS * math.sqrt(self.variance))
+        """A sentence when the loss of an optimizer step is abnormal; then takes it in."""
         alarm = None
-        if self.seen >= self._WARM_UP and excess > limit:
-            alarm = f"loss {loss:.4f} is {excess:.2f} above the recent mean {self.mean:.4f}"
-        self.seen += 1
-        # Equal weights at first, so that the mean does not start from zero.
-        weight = max(1 - self._MEMORY, 1 / self.seen)
-        self.mean += weight * excess
-        self.variance = (1 - weight) * (self.variance + weight * excess * excess)
+        if len(self.recent) >= self._WARM_UP:
+            middle = median(self.recent)
+            deviation = median(abs(value - middle) for value in self.recent)
+            if loss - middle > max(self._AT_LEAST, self._DEVIATIONS * deviation):
+                alarm = f"loss {loss:.4f} is {loss - middle:.2f} above the recent median {middle:.4f}"
+        self.recent = [*self.recent, loss][-self._WINDOW :]
         return alarm
