@@ -85,7 +85,8 @@ def typed(schema: type, name: str, value: Any) -> Any:
     if wanted in _SCALARS:
         needed, accepted = _SCALARS[wanted]
         # A truth value is a number to Python, and OmegaConf would turn numbers into names.
-        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted != "bool"):
+        fits = isinstance(value, accepted) and isinstance(value, bool) == (wanted == "bool")
+        if not fits:
             quotes = wanted == "str" and isinstance(value, int | float)
             hint = "; put it in quotes" if quotes else ""
             raise UserError(f"needs {needed}, got {_shown(value)}{hint}")

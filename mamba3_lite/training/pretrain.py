@@ -390,7 +390,8 @@ class Pretrainer:
         if not self._progressed:
             return self._strike()
         state.strikes = 0
-        loss = self._flush_losses()
+        self._flush_losses()
+        loss = self._meter.close_window()
         alarm = state.spike.check(loss)
         if alarm is not None:
             self.logger.event("spike", f"[spike] {alarm}", opt_step=state.opt_step, micro_step=state.micro_step)
@@ -409,21 +410,19 @@ class Pretrainer:
     def _mark_boundary(self) -> None:
         self._boundary = (self.state.snapshot(), _random_state())
 
-    def _flush_losses(self) -> float:
-        """Moves what the micro-steps left into the log window; returns the token-weighted loss of what was moved."""
-        loss_sum, tokens = 0.0, 0
+    def _flush_losses(self) -> None:
+        """Moves what the micro-steps left on the device into the log window and the accumulation window."""
         for metrics in self._meter.pending:
-            value = float(metrics["loss_sum"])
+            value, tokens = float(metrics["loss_sum"]), int(metrics["tokens"])
             if math.isfinite(value):
-                loss_sum += value
-                tokens += int(metrics["tokens"])
+                self.state.log_loss_sum += value
+                self.state.log_tokens += tokens
+                self.state.tokens_seen += tokens
+                self._meter.window_loss_sum += value
+                self._meter.window_tokens += tokens
             if "grad_norm" in metrics:
                 self._meter.grad_norm = float(metrics["grad_norm"])
         self._meter.pending.clear()
-        self.state.log_loss_sum += loss_sum
-        self.state.log_tokens += tokens
-        self.state.tokens_seen += tokens
-        return loss_sum / max(1, tokens)
 
     def _log_row(self) -> None:
         state, meter = self.state, self._meter
@@ -502,6 +501,7 @@ class Pretrainer:
         """A window was dropped: counts it, and goes back to a checkpoint after too many in a row. True after a rollback."""
         state, config = self.state, self.config
         self._meter.pending.clear()
+        self._meter.close_window()
         if state.strikes == 0:
             state.first_strike_sample = self._boundary[0].samples_seen
         state.strikes += 1
@@ -545,6 +545,7 @@ class _Meter:
         self.grad_norm = math.nan
         self.first_sec: float | None = None
         self._first = True
+        self.window_loss_sum, self.window_tokens = 0.0, 0
         self.restart()
 
     def restart(self) -> None:
@@ -552,6 +553,12 @@ class _Meter:
         self._start, self._tokens, self._paused_sec = time.perf_counter(), 0, 0.0
         if not self._first:
             self.first_sec = None
+
+    def close_window(self) -> float:
+        """The token-weighted loss of the accumulation window that ends here; opens the next."""
+        loss = self.window_loss_sum / max(1, self.window_tokens)
+        self.window_loss_sum, self.window_tokens = 0.0, 0
+        return loss
 
     def took(self, tokens: int) -> None:
         """Counts a micro-step."""
