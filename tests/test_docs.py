@@ -28,6 +28,7 @@ from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3_lite.training import pretrain
 from mamba3_lite.training.config import _FREE_MODEL_FIELDS, SECTIONS, DataConfig, TrainingConfig
 from mamba3_lite.training.schedule import lr_factor
+from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mamba3_lite"
@@ -331,7 +332,7 @@ def test_the_resume_table_of_the_runbook() -> None:
 @pytest.mark.parametrize("page", ["docs/references/pretrain_cli.md", "docs/guides/a100_runbook.md"])
 def test_exit_codes(page: str) -> None:
     want = {
-        pretrain.EXIT_DONE, 1, 2, pretrain.EXIT_OUT_OF_TIME, 128 + signal.SIGINT,
+        pretrain.EXIT_DONE, 1, 2, EXIT_OUT_OF_TIME, 128 + signal.SIGINT,
         128 + signal.SIGTERM,
     }  # fmt: skip
     assert {int(row[0]) for row in table(page, "code", "meaning")} == want

@@ -15,8 +15,9 @@ import torch
 import yaml
 
 from mamba3_lite.errors import UserError
-from mamba3_lite.training.pretrain import EXIT_OUT_OF_TIME, Pretrainer
+from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.schedule import lr_factor
+from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
 from mamba3_lite.utils.checkpoint import CheckpointManager
 from mamba3_lite.utils.logging import read_metrics
 from tests.runs import (

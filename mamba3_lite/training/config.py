@@ -266,6 +266,15 @@ def _data_problems(data: DataConfig, sources: Mapping[str, str]) -> list[str]:
     ]
 
 
+def find_config(path: str) -> Path:
+    """The file itself, or for ``configs/...`` outside a checkout the copy that is shipped with the package."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (Path(path), package / path, package.parent / path):
+        if candidate.is_file():
+            return candidate
+    return Path(path)
+
+
 # These choose how the model is computed, not what it is.
 _FREE_MODEL_FIELDS = ("chunk_size", "ssd_dispatch", "grad_checkpoint", "init_std")
 

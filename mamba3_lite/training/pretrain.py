@@ -5,11 +5,7 @@ import dataclasses
 import json
 import math
 import os
-import shutil
-import signal
 import sys
-import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,9 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from mamba3_lite import env, hardware
 from mamba3_lite.data.dataset import DummyDataset, PretrainDataset
@@ -28,22 +22,23 @@ from mamba3_lite.data.loader import SampleOrder, advance, make_loader
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import (
     TrainConfig,
     TrainingConfig,
     check_resume,
+    find_config,
     load_training_config,
     validate,
 )
-from mamba3_lite.training.guard import AccumulationWindow
-from mamba3_lite.training.losses import next_token_loss
+from mamba3_lite.training.meter import Meter
 from mamba3_lite.training.optim import (
     build_optimizer,
-    gradient_norm,
     load_optimizer,
-    scale_gradients,
 )
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
+from mamba3_lite.training.step import train_step
+from mamba3_lite.training.stop import StopRequest
 from mamba3_lite.training.train_state import TrainState
 from mamba3_lite.training.validation import evaluate
 from mamba3_lite.utils.checkpoint import (
@@ -58,72 +53,9 @@ from mamba3_lite.utils.logging import TrainingLogger
 
 __all__ = ["Pretrainer", "TrainConfig", "TrainingConfig", "main", "train_step"]
 
-EXIT_DONE, EXIT_OUT_OF_TIME = 0, 75
+EXIT_DONE = 0
 DRY_RUN_OPT_STEPS = 2
 DEFAULT_CONFIG = "configs/pretrain_a100_400m.yaml"
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    config: TrainingConfig,
-    amp_context: AbstractContextManager,
-    log: Callable[[str], None],
-    opt_steps: int,
-    tokens: Tensor,
-    targets: Tensor,
-    micro_step: int,
-) -> tuple[dict[str, Any] | None, int]:
-    """One micro-step, and the optimizer step when it closes an accumulation window.
-
-    Gradients are those of the summed loss; they are divided by the number of counted tokens of the whole window when it closes, so
-    every token weighs the same however the window is cut. A window with a non-finite loss or gradient norm changes nothing.
-
-    Args:
-        tokens, targets: (B, T) int64; targets of -100 do not count.
-        micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a multiple of the accumulation.
-        opt_steps: optimizer steps taken so far.
-
-    Returns:
-        Metrics (0-d tensors on the model's device: loss_sum, tokens, loss; floats: lr; grad_norm at a window's end), or ``None`` when
-        the micro-step is known to be dropped; and the new count of optimizer steps.
-    """
-    accumulation = config.gradient_accumulation_steps
-    window = AccumulationWindow.of(optimizer)
-    if micro_step % accumulation == 0:
-        window.open(optimizer, tokens.numel() * accumulation)
-    metrics: dict[str, Any] | None = None
-    if not window.dropped:
-        with amp_context:
-            loss_sum, count = next_token_loss(model, tokens, targets)
-        (loss_sum / window.divisor).backward()
-        loss_sum = loss_sum.detach()
-        window.add(loss_sum, count)
-        metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
-        # On a CPU looking costs nothing; on a GPU it would stop the queue, so it waits for the window's end.
-        if config.nan_guard and loss_sum.device.type == "cpu" and not torch.isfinite(loss_sum):
-            window.drop(optimizer)
-            log(f"[nan-guard] loss {float(loss_sum)} at micro_step {micro_step}: window dropped")
-            metrics = None
-    if (micro_step + 1) % accumulation == 0 and not window.dropped:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rescale = window.divisor / torch.as_tensor(window.tokens).clamp_min(1).to(loss_sum)
-        norm = gradient_norm(parameters) * rescale
-        if config.nan_guard and not bool(torch.isfinite(norm + window.loss_sum)):
-            window.drop(optimizer)
-            log(f"[nan-guard] gradient norm {float(norm)} at micro_step {micro_step}: window dropped")
-            metrics = None
-        else:
-            scale_gradients(parameters, rescale * (config.max_grad_norm / (norm + 1e-6)).clamp_max(1))
-            optimizer.step()
-            scheduler.step()
-            opt_steps += 1
-            assert metrics is not None
-            metrics["grad_norm"] = norm
-    if metrics is not None:
-        metrics["lr"] = scheduler.get_last_lr()[0]
-    return metrics, opt_steps
 
 
 def _enforce_triton_env_var(model_config: dict[str, Any], log: Callable[[str], None]) -> None:
@@ -134,32 +66,6 @@ def _enforce_triton_env_var(model_config: dict[str, Any], log: Callable[[str], N
             "forcing ssd_dispatch='pytorch' for this run."
         )
         model_config["ssd_dispatch"] = "pytorch"
-
-
-def _compile_refusal(device: torch.device) -> str | None:
-    """Why torch.compile cannot work here, or None."""
-    if device.type == "cuda":
-        return None
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        return "no C++ compiler"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        return "no Python headers"
-    return None
-
-
-# CUDA graphs would record one block and replay it over another's outputs; between them the model keeps only the rest of the mode.
-_BLOCK_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
-
-
-def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
-    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names.
-
-    Returns the mode in effect: without CUDA graphs, which need the whole step in one graph.
-    """
-    mode = _BLOCK_MODES.get(mode, mode)
-    for block in model.layers:
-        block._forward_impl = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
-    return mode
 
 
 def _random_state() -> dict[str, Tensor]:
@@ -263,7 +169,7 @@ class Pretrainer:
         else:
             self._notes.append("[warn] no CUDA device: training in float32 on the CPU")
         if config.compile_model:
-            refusal = _compile_refusal(self.device)
+            refusal = compile_refusal(self.device)
             if refusal is None:
                 mode = compile_blocks(self.model, config.compile_mode)
                 self._notes.append(f"torch.compile: each block, mode {mode}")
@@ -326,7 +232,7 @@ class Pretrainer:
             self.logger.info(f"already finished: opt_step {state.opt_step} of {last}")
             self.logger.close()
             return EXIT_DONE
-        with self.logger, _StopRequest(config.max_time_sec) as stop:
+        with self.logger, StopRequest(config.max_time_sec) as stop:
             self.logger.progress(last, state.opt_step)
             code = self._train_to(last, stop)
             if self.dry_run and code == EXIT_DONE:
@@ -334,8 +240,8 @@ class Pretrainer:
                 self.logger.info(f"[dry-run] passed: {last} optimizer steps; nothing was written")
         return code
 
-    def _train_to(self, last: int, stop: "_StopRequest") -> int:
-        self._meter = _Meter()
+    def _train_to(self, last: int, stop: "StopRequest") -> int:
+        self._meter = Meter()
         self._mark_boundary()
         batches = self._batches()
         while self.state.opt_step < last:
@@ -535,93 +441,6 @@ class Pretrainer:
             opt_step=state.opt_step,
             micro_step=state.micro_step,
         )
-
-
-class _Meter:
-    """Times a log window, without the first micro-step of the process (compilation) and without validation and saving."""
-
-    def __init__(self) -> None:
-        self.pending: list[dict[str, Any]] = []
-        self.grad_norm = math.nan
-        self.first_sec: float | None = None
-        self._first = True
-        self.window_loss_sum, self.window_tokens = 0.0, 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Opens a new log window."""
-        self._start, self._tokens, self._paused_sec = time.perf_counter(), 0, 0.0
-        if not self._first:
-            self.first_sec = None
-
-    def close_window(self) -> float:
-        """The token-weighted loss of the accumulation window that ends here; opens the next."""
-        loss = self.window_loss_sum / max(1, self.window_tokens)
-        self.window_loss_sum, self.window_tokens = 0.0, 0
-        return loss
-
-    def took(self, tokens: int) -> None:
-        """Counts a micro-step."""
-        self._tokens += tokens
-        if self._first:
-            self._first = False
-            self.first_sec = time.perf_counter() - self._start
-            self._first_tokens = tokens
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent inside does not count."""
-        start = time.perf_counter()
-        yield
-        self._paused_sec += time.perf_counter() - start
-
-    def tokens_per_sec(self) -> float:
-        """Trained tokens a second in this window."""
-        tokens, elapsed = self._tokens, time.perf_counter() - self._start - self._paused_sec
-        if self.first_sec is not None and tokens > self._first_tokens:
-            tokens, elapsed = tokens - self._first_tokens, elapsed - self.first_sec
-        return tokens / elapsed
-
-
-class _StopRequest:
-    """Turns SIGINT, SIGTERM and a time limit into a wish that the loop reads once a micro-step; a second signal kills at once."""
-
-    def __init__(self, max_time_sec: float):
-        self._deadline = time.monotonic() + max_time_sec if max_time_sec else math.inf
-        self._signal: signal.Signals | None = None
-
-    def __enter__(self) -> "_StopRequest":
-        self._old = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._signal = signal.Signals(number)
-        signal.signal(number, self._old[self._signal])
-
-    @property
-    def code(self) -> int | None:
-        """The exit code when the run should stop, else None."""
-        if self._signal is not None:
-            return 128 + self._signal
-        return EXIT_OUT_OF_TIME if time.monotonic() > self._deadline else None
-
-    @property
-    def reason(self) -> str:
-        """What asked for the stop."""
-        return self._signal.name if self._signal is not None else "out of time"
-
-
-def find_config(path: str) -> Path:
-    """The file itself, or for ``configs/...`` outside a checkout the copy that is shipped with the package."""
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (Path(path), package / path, package.parent / path):
-        if candidate.is_file():
-            return candidate
-    return Path(path)
 
 
 def pretrain_command(

@@ -1,0 +1,35 @@
+"""torch.compile, block by block."""
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from mamba3_lite.models.transformer import Mamba3Transformer
+
+
+def compile_refusal(device: torch.device) -> str | None:
+    """Why torch.compile cannot work here, or None."""
+    if device.type == "cuda":
+        return None
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return "no C++ compiler"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "no Python headers"
+    return None
+
+
+# CUDA graphs would record one block and replay it over another's outputs; between them the model keeps only the rest of the mode.
+_BLOCK_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
+
+
+def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
+    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names.
+
+    Returns the mode in effect: without CUDA graphs, which need the whole step in one graph.
+    """
+    mode = _BLOCK_MODES.get(mode, mode)
+    for block in model.layers:
+        block._forward_impl = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+    return mode
