@@ -1,9 +1,12 @@
-"""Times whole training steps at the production shape, one row a variant, after the SSD path has passed parity on this device.
+"""Times whole training steps at the production shape, one row a variant.
 
-    python benchmarks/training_step.py --out benchmarks/results/training_step.jsonl --variant rotated:default:1
+    python benchmarks/training_step.py --variant rotated:default:1 \\
+        --out benchmarks/results/training_step.jsonl
 
-A variant is dispatch:compile mode (or eager):gradient checkpointing (0 or 1). A row states the machine, the versions, the commit,
-the median and the spread of the timed steps, the seconds of the first step (compilation included) and the peak memory.
+Nothing is timed before the SSD path has passed parity on this device. A variant is dispatch:compile
+mode (or eager):gradient checkpointing (0 or 1). A row states the machine, the versions, the commit,
+the median and the spread of the timed steps, the seconds of the first step (compilation included)
+and the peak memory.
 """
 
 import argparse
@@ -57,7 +60,8 @@ def measure(variant: str, batch: int, length: int, opt_steps: int, device: torch
         torch.cuda.synchronize()
         start = time.perf_counter()
         metrics, _ = train_step(
-            model, optimizer, scheduler, config, amp, print, opt_step, window[:, :-1], window[:, 1:], opt_step
+            model, optimizer, scheduler, config, amp, print, opt_step,
+            window[:, :-1], window[:, 1:], opt_step,
         )  # fmt: skip
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

@@ -1,8 +1,8 @@
 """YAML files and dotted overrides into typed dataclass fields, with the source of every value.
 
-OmegaConf reads, merges and types the values; what this module adds is the list of all problems at
-once, the nearest name for a misspelt key, ``base:`` inheritance, and a record of where each value
-came from.
+OmegaConf reads the files and types what is no plain scalar; what this module adds is strict
+scalars, the list of all problems at once, the nearest name for a misspelt key, ``base:``
+inheritance, and a record of where each value came from.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Small real runs for the tests of the trainer: a corpus with structure, a tiny model, the whole code path."""
+"""Small real runs for the trainer's tests: structured data, a tiny model, the whole code path."""
 
 import os
 import signal
@@ -61,10 +61,10 @@ class StoppingPretrainer(Pretrainer):
             os.kill(os.getpid(), self.signal_number)
 
 
-def stop_after(config: TrainingConfig, micro_steps: int, signal_number: int = signal.SIGTERM) -> int:
+def stop_after(config: TrainingConfig, micro_steps: int, number: int = signal.SIGTERM) -> int:
     """Trains until a signal after so many micro-steps; returns the exit code."""
     trainer = StoppingPretrainer(config)
-    trainer.stop_at, trainer.signal_number = micro_steps, signal_number
+    trainer.stop_at, trainer.signal_number = micro_steps, number
     return trainer.train()
 
 

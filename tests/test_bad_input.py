@@ -65,14 +65,18 @@ def the_one_line(stderr: str) -> str:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a good configuration, good data and the run that they gave."""
+    """Good settings and good data, and what the commands make of them: no case fails by itself."""
     folder = tmp_path_factory.mktemp("healthy")
     runs.write_tokens(folder / "train.bin", WINDOW * 9 + 1)
     (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
-    with contextlib.chdir(folder), pytest.raises(SystemExit) as stop:
-        main(PRETRAIN)
-    assert stop.value.code == 0
+    (folder / "good.txt").write_text("some text")
+    with contextlib.chdir(folder):
+        for argv in (PRETRAIN, ["prepare", "good.txt", "--out", "prepared"]):
+            with pytest.raises(SystemExit) as stop:
+                main(argv)
+            assert not stop.value.code
     assert (folder / "run" / "meta_step_4.json").is_file()
+    assert (folder / "prepared" / "prepare.json").is_file()
     return folder
 
 
@@ -514,7 +518,11 @@ def without_privilege() -> Iterator[None]:
         (0o000, [*PRETRAIN, "--data-path", "locked/x"], ["data path locked/x", "correct the path"]),
         (0o000, [*PRETRAIN[:2], "locked/x"], ["locked/x", "check --config"]),
         (0o000, ["prepare", "locked/x.txt", "--out", "o"], ["locked/x.txt", "check the path"]),
-        (0o555, ["prepare", "a.txt", "--out", "locked/o"], ["locked/o", "choose another folder"]),
+        (
+            0o555,
+            ["prepare", "good.txt", "--out", "locked/o"],
+            ["locked/o", "choose another folder"],
+        ),
     ],
 )
 def test_folders_without_permission(
@@ -529,7 +537,6 @@ def test_folders_without_permission(
         room, locked = Path(name), Path(name, "locked")
         shutil.copytree(healthy, room, dirs_exist_ok=True)
         locked.mkdir()
-        (room / "a.txt").write_text("text")
         locked.chmod(mode)
         room.chmod(0o755)
         before = tree(room)

@@ -56,9 +56,10 @@ def test_the_run_after_a_dropped_window_is_the_run_without_it(tmp_path):
     settings = config(tmp_path / "a", data_order="sequential", max_steps=4)
     poisoned(settings, {7}).train()
     clean = Pretrainer(config(tmp_path / "b", data_order="sequential", max_steps=4))
-    clean.state.skip_spans.append([6, 12])
+    clean.state.skip_spans.append((6, 12))
     clean.train()
-    assert_same_weights(final_weights(tmp_path / "a" / "run"), final_weights(tmp_path / "b" / "run"))
+    got, want = (final_weights(tmp_path / name / "run") for name in ("a", "b"))
+    assert_same_weights(got, want)
 
 
 # case B12
@@ -69,7 +70,7 @@ def test_b12_rollback_restores_everything_skips_the_span_and_goes_on(tmp_path):
     )  # fmt: skip
     trainer = poisoned(settings, set(range(18, 30)))
     assert trainer.train() == 0
-    assert trainer.state.opt_step == 6 and trainer.state.skip_spans == [[18, 30]]
+    assert trainer.state.opt_step == 6 and trainer.state.skip_spans == [(18, 30)]
     assert trainer.state.samples_seen == 6 * 6 + 12 and trainer.state.dropped_windows == 2
     told = [e["event"] for e in events(tmp_path / "run")]
     assert told == ["nan-guard", "nan-guard", "rollback"]
@@ -79,7 +80,7 @@ def test_b12_rollback_restores_everything_skips_the_span_and_goes_on(tmp_path):
     other = tmp_path / "clean"
     other.mkdir()
     clean = Pretrainer(config(other, data_order="sequential", save_every=2, max_steps=6))
-    clean.state.skip_spans.append([18, 30])
+    clean.state.skip_spans.append((18, 30))
     clean.train()
     assert_same_weights(final_weights(tmp_path / "run"), final_weights(other / "run"))
 
@@ -91,7 +92,7 @@ def test_b12_skipped_spans_survive_a_restart(tmp_path):
     poisoned(settings, set(range(18, 30))).train()
     settings.max_steps = 9
     again = Pretrainer(settings)
-    assert again.state.skip_spans == [[18, 30]]
+    assert again.state.skip_spans == [(18, 30)]
     assert again.train() == 0
     assert again.state.samples_seen == 9 * 6 + 12
 
@@ -156,8 +157,9 @@ def test_a_failed_save_is_told_and_the_run_goes_on(tmp_path, monkeypatch):
 def test_a_spike_is_told_and_training_goes_on(tmp_path):
     class Spiky(Pretrainer):
         def _micro_step(self, tokens, targets):
+            # Finite nonsense, once the model has learnt something.
             if self.state.opt_step == 30:
-                targets = (targets + 50) % 97  # finite nonsense, once the model has learnt something
+                targets = (targets + 50) % 97
             super()._micro_step(tokens, targets)
 
     trainer = Spiky(config(tmp_path, max_steps=34, lr=2e-2, save_every=100))

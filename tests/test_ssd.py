@@ -24,11 +24,15 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 def case(length: int, heads=2, state=8, channels=4, batch=1, seed=0) -> dict[str, Tensor]:
     """Small float64 inputs of the public complex functions."""
     shape = (batch, length, heads)
+
+    def draw_complex(first: int) -> Tensor:
+        return torch.complex(*(draw(*shape, state, seed=s) for s in (first, first + 1)))
+
     return {
         "x": draw(*shape, channels, seed=seed),
         "A": torch.tensor([-1.0 + 0.5j, -0.02 + 3.14j] * heads, dtype=torch.complex128)[:heads],
-        "B_t": torch.complex(draw(*shape, state, seed=seed + 1), draw(*shape, state, seed=seed + 2)),
-        "C_t": torch.complex(draw(*shape, state, seed=seed + 3), draw(*shape, state, seed=seed + 4)),
+        "B_t": draw_complex(seed + 1),
+        "C_t": draw_complex(seed + 3),
         "dt": draw(*shape, seed=seed + 5),
     }
 
@@ -111,7 +115,9 @@ def test_the_answer_does_not_depend_on_the_chunk_size(path):
 @pytest.mark.parametrize("cuts", [[100], [1, 2, 199], [63, 64, 65, 130], [10, 20, 30, 40, 41]])
 @pytest.mark.parametrize("path", PATHS)
 def test_acc3_a08_segments_with_carried_state(path, cuts):
-    inputs = {n: v.to(torch.complex64 if v.is_complex() else torch.float32) for n, v in case(200).items()}
+    inputs = {
+        n: v.to(torch.complex64 if v.is_complex() else torch.float32) for n, v in case(200).items()
+    }
     whole, final = ssd_complex_chunkwise(
         **inputs, chunk_size=32, ssd_dispatch=path, return_final_state=True
     )
@@ -183,7 +189,7 @@ def test_acc4_a10_packed_documents_do_not_leak(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_growing_modes_are_taken_as_given(path):
-    """Re A > 0 is the caller's choice: large, finite, equal to the oracle; closed gates do not meet inf."""
+    """Re A > 0 is the caller's choice: large, finite, as the oracle; closed gates meet no inf."""
     inputs = case(40)
     inputs["A"] = torch.tensor([0.3 + 1j, 0.05 - 2j], dtype=torch.complex128)
     ids = (torch.arange(40) // 13)[None]
@@ -221,7 +227,8 @@ def test_step_continues_a_sequence():
 
 def test_per_chunk_is_exact_for_real_and_complex_x():
     """Real x gives the real part of what the same x gives as a complex tensor."""
-    b, c = (torch.complex(draw(1, 2, 8, 2, 4, seed=s), draw(1, 2, 8, 2, 4, seed=s + 1)) for s in (1, 3))
+    parts = [draw(1, 2, 8, 2, 4, seed=s) for s in (1, 2, 3, 4)]
+    b, c = torch.complex(*parts[:2]), torch.complex(*parts[2:])
     x = draw(1, 2, 8, 2, 3)
     log = torch.complex(-draw(1, 2, 8, 2).abs().cumsum(2), draw(1, 2, 8, 2, seed=1))
     to_end = torch.exp(log[:, :, -1:] - log)
@@ -237,7 +244,8 @@ def planted_missing_phase(x, b, c, dt, a, **options):
 def planted_missing_carry(x, b, c, dt, a, *, chunk_size, state, return_state, segment_ids):
     """Each chunk on its own: what is left of the sequence when nothing is carried."""
     y, final = ssd_rotated.run(
-        x, b, c, dt, a, chunk_size=chunk_size, state=state, return_state=True, segment_ids=segment_ids
+        x, b, c, dt, a,
+        chunk_size=chunk_size, state=state, return_state=True, segment_ids=segment_ids,
     )  # fmt: skip
     chunk_ids = torch.arange(x.shape[1])[None] // chunk_size
     y, _ = ssd_rotated.run(x, b, c, dt, a, chunk_size=chunk_size, segment_ids=chunk_ids)

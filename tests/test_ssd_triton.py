@@ -1,6 +1,7 @@
-"""The seeds' dispatch contract around the per-chunk Triton path, as it holds on a machine without CUDA.
+"""The seeds' dispatch contract around the per-chunk Triton path, on a machine without CUDA.
 
-The kernel itself is tested in tests/interp (interpreted, launch count above zero) and tests/gpu (on a device).
+The kernel itself is tested in tests/interp (interpreted, launch count above zero) and tests/gpu (on
+a device).
 """
 
 import pytest
@@ -11,7 +12,7 @@ from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3_lite.training.pretrain import _enforce_triton_env_var
 
-FIELDS = {"d_model": 32, "n_heads": 2, "head_dim": 16, "state_dim": 16, "ffn_dim": 64, "chunk_size": 16}
+FIELDS = dict(d_model=32, n_heads=2, head_dim=16, state_dim=16, ffn_dim=64, chunk_size=16)
 
 
 def block(dispatch: str, layer_idx: int = 0, **changes) -> Mamba3Block:
@@ -36,7 +37,9 @@ class TestPerChunkSsdDispatchWiring:
         assert said.endswith("); falling back to 'pytorch' for this block.\n")
         assert torch.equal(y, block("pytorch")(x))
 
-    @pytest.mark.parametrize("changes", [{"state_dim": 512}, {"state_dim": 24}, {"chunk_size": 300}])
+    @pytest.mark.parametrize(
+        "changes", [{"state_dim": 512}, {"state_dim": 24}, {"chunk_size": 300}]
+    )
     def test_a_dimension_the_kernel_cannot_take_falls_back_too(self, capsys, changes):
         x = torch.randn(1, 20, 32)
         y = block("triton", **changes)(x)
@@ -44,7 +47,8 @@ class TestPerChunkSsdDispatchWiring:
         assert torch.equal(y, block("pytorch", **changes)(x))
 
     def test_triton_fallback_warning_is_one_shot_per_instance(self, capsys):
-        model = Mamba3Transformer({**FIELDS, "vocab_size": 50, "n_layers": 3, "ssd_dispatch": "triton"})
+        more = {"vocab_size": 50, "n_layers": 3, "ssd_dispatch": "triton"}
+        model = Mamba3Transformer({**FIELDS, **more})
         assert not any(layer._triton_fallback_warned for layer in model.layers)
         for _ in range(3):
             model(torch.randint(0, 50, (1, 20)))
@@ -53,7 +57,7 @@ class TestPerChunkSsdDispatchWiring:
         assert all(layer._triton_fallback_warned for layer in model.layers)
 
     def test_triton_path_output_matches_pytorch_path(self):
-        """Passes by falling back on a CPU; its companions in tests/interp and tests/gpu count launches."""
+        """Falls back on a CPU; its companions in tests/interp and tests/gpu count launches."""
         x = torch.randn(2, 50, 32, requires_grad=True)
         outputs = []
         for dispatch in ("pytorch", "triton"):
@@ -65,7 +69,7 @@ class TestPerChunkSsdDispatchWiring:
             assert float((got - want).norm()) <= 1e-5 * float(want.norm())
 
     def test_a_crash_inside_the_kernel_surfaces(self, monkeypatch):
-        """Only a foreseeable refusal falls back; a running kernel that fails is a bug that must be seen."""
+        """Only a foreseeable refusal falls back; a kernel that fails is a bug to be seen."""
 
         def crash(*args, **kwargs):
             raise RuntimeError("kernel bug")
@@ -86,7 +90,8 @@ class TestEnableTritonKernelsForceBack:
         config, lines = {"ssd_dispatch": "triton"}, []
         _enforce_triton_env_var(config, lines.append)
         assert config == {"ssd_dispatch": "pytorch"}
-        assert len(lines) == 1 and lines[0].startswith("[warn]") and "ENABLE_TRITON_KERNELS=1" in lines[0]
+        (line,) = lines
+        assert line.startswith("[warn]") and "ENABLE_TRITON_KERNELS=1" in line
 
     def test_triton_dispatch_passes_through_when_env_var_set(self, monkeypatch):
         monkeypatch.setenv("ENABLE_TRITON_KERNELS", "1")
@@ -104,7 +109,8 @@ class TestEnableTritonKernelsForceBack:
 
 class TestPerChunkSsdImportSurface:
     @pytest.mark.parametrize(
-        ("dims", "name"), [((512, 64, 64), "P"), ((64, 257, 64), "N"), ((64, 64, 512), "chunk_size")]
+        ("dims", "name"),
+        [((512, 64, 64), "P"), ((64, 257, 64), "N"), ((64, 64, 512), "chunk_size")],
     )
     def test_check_block_dims_raises_value_error_on_too_large_dim(self, dims, name):
         with pytest.raises(ValueError, match=f"{name}={max(dims)}"):

@@ -18,9 +18,8 @@ from tests.runs import MODEL, VOCAB, tokens
 
 
 def setup(dtype=torch.float32, **changes):
-    config = TrainingConfig(
-        **{"max_steps": 300, "warmup_steps": 5, "lr": 3e-4, "gradient_accumulation_steps": 1, **changes}
-    )
+    fields = dict(max_steps=300, warmup_steps=5, lr=3e-4, gradient_accumulation_steps=1)
+    config = TrainingConfig(**{**fields, **changes})
     torch.manual_seed(0)
     model = Mamba3Transformer(MODEL).to("cpu")
     model = model.double() if dtype == torch.float64 else model
@@ -35,12 +34,13 @@ def rows(n: int, seed: int = 0, length: int = 24):
 
 
 def run(parts, batches, log=lambda line: None, micro_step=0, opt_steps=0):
-    """Feeds micro-batches through train_step; returns the metrics, the optimizer steps, and the lr after each."""
+    """Feeds micro-batches through train_step; returns their metrics and the optimizer steps."""
     model, optimizer, scheduler, config = parts
     seen = []
     for x, y in batches:
         metrics, opt_steps = train_step(
-            model, optimizer, scheduler, config, contextlib.nullcontext(), log, opt_steps, x, y, micro_step
+            model, optimizer, scheduler, config, contextlib.nullcontext(), log,
+            opt_steps, x, y, micro_step,
         )  # fmt: skip
         seen.append(metrics)
         micro_step += 1
@@ -105,7 +105,7 @@ def test_acc5_b01_accumulation_equals_the_big_batch(cut):
 
 
 def test_accumulation_1_2_4_gives_one_loss_curve_in_float64():
-    """Equal tokens per optimizer step over 200 steps: same losses to 1e-6, same learning rates exactly."""
+    """Equal tokens per optimizer step, 200 of them: losses to 1e-6, learning rates exactly."""
     curves, rates = [], []
     for accumulation in (1, 2, 4):
         parts = setup(torch.float64, gradient_accumulation_steps=accumulation)
@@ -146,13 +146,13 @@ def test_accumulation_1_2_4_agrees_in_float32():
 # case B02 (the resumed trace is in test_resume.py)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_acc6_b02_schedule_advances_once_an_optimizer_step(accumulation):
-    parts = setup(gradient_accumulation_steps=accumulation, max_steps=12, warmup_steps=4, min_lr_ratio=0.05)
+    shape = {"warmup_steps": 4, "max_steps": 12, "min_lr_ratio": 0.05}
+    parts = setup(gradient_accumulation_steps=accumulation, **shape)
     x, y = rows(1)
     metrics, opt_steps = run(parts, [(x, y)] * (12 * accumulation))
     assert opt_steps == 12
     rates = [m["lr"] for m in metrics[accumulation - 1 :: accumulation]]
-    want = [3e-4 * lr_factor(s, warmup_steps=4, max_steps=12, min_lr_ratio=0.05) for s in range(1, 13)]
-    assert rates == want
+    assert rates == [3e-4 * lr_factor(s, **shape) for s in range(1, 13)]
     assert rates[3] == 3e-4 and rates[-1] == pytest.approx(1.5e-5, rel=1e-12)
 
 
@@ -175,7 +175,10 @@ def test_schedule_is_the_closed_form_of_the_torch_schedulers():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_acc10_b13_non_finite_gradient_changes_nothing(bad, position):
-    """A finite loss with a NaN or Inf gradient at any micro-step: the whole window goes, the next one is normal."""
+    """A finite loss with a NaN or Inf gradient at any micro-step: the whole window goes.
+
+    The next one is normal.
+    """
     parts = setup(gradient_accumulation_steps=3)
     batches = [rows(2, seed=s) for s in range(3)]
     run(parts, batches)  # moments exist

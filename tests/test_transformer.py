@@ -11,7 +11,8 @@ from mamba3_lite.models.mimo import MIMO
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
 TINY = dict(
-    vocab_size=97, d_model=32, n_layers=2, n_heads=2, head_dim=16, state_dim=8, ffn_dim=64, chunk_size=16
+    vocab_size=97, d_model=32, n_layers=2, n_heads=2, head_dim=16, state_dim=8, ffn_dim=64,
+    chunk_size=16,
 )  # fmt: skip
 
 
@@ -34,9 +35,10 @@ def test_mamba3_transformer_accepts_dict_config():
 
 def test_the_fourteen_fields_keep_their_order_and_defaults():
     defaults = {
-        "vocab_size": 50257, "d_model": 1024, "n_layers": 28, "n_heads": 16, "head_dim": 64, "state_dim": 64,
-        "chunk_size": 64, "ssd_dispatch": "pytorch", "ffn_dim": 2048, "max_seq_len": 2048, "weight_tying": True,
-        "rms_norm_eps": 1e-5, "init_std": 0.02, "grad_checkpoint": False,
+        "vocab_size": 50257, "d_model": 1024, "n_layers": 28, "n_heads": 16, "head_dim": 64,
+        "state_dim": 64, "chunk_size": 64, "ssd_dispatch": "pytorch", "ffn_dim": 2048,
+        "max_seq_len": 2048, "weight_tying": True, "rms_norm_eps": 1e-5, "init_std": 0.02,
+        "grad_checkpoint": False,
     }  # fmt: skip
     assert list(vars(ModelConfig()).items())[:14] == list(defaults.items())
 

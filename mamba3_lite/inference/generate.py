@@ -1,4 +1,7 @@
-"""Text from a trained model: prefill by chunks, then one recurrent step a token with a state of constant size."""
+"""Text from a trained model: prefill by chunks, then one recurrent step a token.
+
+The state has a constant size.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +23,15 @@ PREFILL_TOKENS = 4096
 def load_model(
     run_dir: str | Path, opt_step: int | None = None, device: torch.device | str = "cpu"
 ) -> Mamba3Transformer:
-    """The model of a run folder, in evaluation mode: its newest intact checkpoint, or exactly ``opt_step``."""
-    if not Path(run_dir).is_dir():
-        raise UserError(f"{run_dir} is not a run folder: it does not exist.")
+    """The model of a run folder, in evaluation mode.
+
+    Args:
+        opt_step: exactly this checkpoint; None takes the newest intact one.
+    """
     checkpoint = CheckpointManager(run_dir).load(opt_step)
     if checkpoint is None:
-        raise UserError(f"{run_dir} holds no checkpoint.")
+        problem = "holds no checkpoint" if Path(run_dir).is_dir() else "is not a folder"
+        raise UserError(f"{run_dir} {problem}; name a folder that a training run saved to.")
     model = Mamba3Transformer(ModelConfig(**checkpoint.meta["model"]))
     load_weights(model, checkpoint.model)
     return model.to(device).eval()
@@ -35,9 +41,13 @@ def load_model(
 def prefill(
     model: Mamba3Transformer, prompts: Sequence[Sequence[int]], *, padding_side: str = "left"
 ) -> tuple[Tensor, list[Tensor]]:
-    """Reads prompts of any lengths: (logits after each prompt's last token (B, V), one state a layer).
+    """Reads prompts of any lengths.
 
-    Padding never enters a state. Long prompts go through in pieces, with the state carried, so memory does not grow.
+    Padding never enters a state. Long prompts go through in pieces, with the state carried, so
+    memory does not grow.
+
+    Returns:
+        The logits after each prompt's last token (B, V), and one state a layer.
     """
     device = model.embed.weight.device
     lengths = torch.tensor([len(p) for p in prompts])
@@ -51,7 +61,10 @@ def prefill(
         ids[row, start : start + len(prompt)] = torch.tensor(prompt)
         mask[row, start : start + len(prompt)] = True
     if int(ids.max()) >= model.cfg.vocab_size or int(ids.min()) < 0:
-        raise UserError(f"A prompt holds a token id outside 0 to {model.cfg.vocab_size - 1}.")
+        raise UserError(
+            f"A prompt holds a token id outside 0 to {model.cfg.vocab_size - 1}; use the tokenizer "
+            "that the model was trained with (--tokenizer)."
+        )
     last = torch.full_like(lengths, longest - 1) if padding_side == "left" else lengths - 1
     hidden = torch.zeros(len(prompts), model.cfg.d_model, device=device)
     state = None
@@ -83,7 +96,9 @@ def generate(
     eos_id: int | None = None,
     on_tokens: Callable[[Tensor], None] | None = None,
 ) -> list[list[int]]:
-    """Continues each prompt by up to ``max_new_tokens`` tokens; a row ends at its own EOS (which is not returned).
+    """Continues each prompt by up to ``max_new_tokens`` tokens.
+
+    A row ends at its own EOS (which is not returned).
 
     Args:
         temperature: 0 is greedy.
@@ -100,9 +115,7 @@ def generate(
     outputs: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for _ in range(max_new_tokens):
-        ids = sample(
-            logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
+        ids = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         for row, token in enumerate(ids.tolist()):
             running[row] = running[row] and token != eos_id
             if running[row]:
@@ -122,7 +135,9 @@ def generate_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens up to this probability.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     opt_step: Annotated[int | None, typer.Option(help="Checkpoint; default: the newest.")] = None,
     tokenizer: Annotated[str, typer.Option(help="gpt2, or a tokenizer.json.")] = "gpt2",
@@ -135,10 +150,13 @@ def generate_command(
 
     mamba3-lite generate runs/quickstart --temperature 0
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, text = load_model(run_dir, opt_step, device), load_tokenizer(tokenizer)
+    check_sampling(temperature, top_k, top_p)
     if not prompt:
         raise UserError("--prompt is empty: give at least one character.")
+    if max_new_tokens < 0:
+        raise UserError(f"--max-new-tokens must be 0 or more, got {max_new_tokens}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, text = load_model(run_dir, opt_step, device), load_tokenizer(tokenizer)
     print(prompt, end="", flush=True)
     shown, ids = "", []
 

@@ -26,8 +26,8 @@ def sample(
 ) -> Tensor:
     """Draws one token a row: logits (B, V) -> ids (B,) int64.
 
-    Temperature 0 takes the largest logit. ``top_k`` 0 is off, above V is V. ``top_p`` keeps the smallest set of likeliest tokens whose
-    probability reaches it, always at least one.
+    Temperature 0 takes the largest logit. ``top_k`` 0 is off, above V is V. ``top_p`` keeps the
+    smallest set of likeliest tokens whose probability reaches it, always at least one.
 
     Raises:
         UserError: a parameter out of range, or logits that are not finite.
@@ -38,7 +38,8 @@ def sample(
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
-    # Relative to the largest, so that a tiny temperature sends the others to -inf instead of overflowing.
+    # Relative to the largest, so that a tiny temperature sends the others to -inf instead of
+    # overflowing.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     ranked, order = logits.sort(-1, descending=True)
     if top_k:

@@ -1,4 +1,7 @@
-"""Every SSD path against the token-by-token oracle in float64: outputs, states and all gradients, at real lengths."""
+"""Every SSD path against the token-by-token oracle in float64, at real lengths.
+
+Outputs, states and all gradients are compared.
+"""
 
 import dataclasses
 import functools
@@ -14,24 +17,28 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from mamba3_lite.errors import user_errors_as_one_line
+from mamba3_lite.errors import UserError
 from mamba3_lite.models import ssd_backends
 from mamba3_lite.models.ssd_complex import ssd_naive_complex
 
 HEADS, STATE, CHANNELS = 2, 64, 64
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 2048, 8192)
 CHUNKS = (16, 64, 128, 256)
-# Raw dt around a value; None draws N(0, 0.64), the spread of a freshly initialised production block.
+# Raw dt around a value; None draws N(0, 0.64^2), the spread of a freshly initialised production
+# block.
 RAW_DT = (-20.0, 0.0, 2.0, 50.0, 1000.0, None)
 DECAYS = ((-1 + 0j, -0.02 + 0.5j), (-1 + 3.14j, -1e-4 + 0.1j))
 
 # Relative L2 limits by precision; the names are those of `Result.errors`.
 LIMITS = {
-    torch.float32: {"y": 1e-5, "state": 1e-5, "dx": 1e-5, "dB": 1e-5, "dC": 1e-5, "dstate": 1e-5, "ddt": 1e-4, "dA": 1e-3},
+    torch.float32: {
+        "y": 1e-5, "state": 1e-5, "dx": 1e-5, "dB": 1e-5, "dC": 1e-5, "dstate": 1e-5, "ddt": 1e-4,
+        "dA": 1e-3,
+    },
     torch.float64: dict.fromkeys(("y", "state", "dx", "dB", "dC", "dstate", "ddt", "dA"), 1e-11),
 }  # fmt: skip
-# Where the true ddt and dA vanish (steps of 50 and more forget everything, a lone token has nothing to forget), an absolute
-# error in units of |y| |dy|.
+# Where the true ddt and dA vanish (steps of 50 and more forget everything, a lone token has nothing
+# to forget), an absolute error in units of |y| |dy|.
 VANISHING = {torch.float32: 1e-4, torch.float64: 1e-12}
 
 
@@ -53,10 +60,10 @@ class Problem:
 
 @dataclass
 class Result:
-    """Relative L2 error by tensor, absolute error of ddt and dA in units of |y| |dy|, and whether all was finite."""
+    """How far one implementation is from the oracle, and whether all it gave was finite."""
 
-    errors: dict[str, float]
-    absolute: dict[str, float]
+    errors: dict[str, float]  # relative L2, by tensor
+    absolute: dict[str, float]  # of ddt and dA, in units of |y| |dy|
     finite: bool
 
     def failures(self, problem: Problem, dtype: torch.dtype) -> list[str]:
@@ -124,6 +131,7 @@ def _run(
         state=leaves["state"] if problem.with_state else None, return_state=True,
         segment_ids=given["segments"].to(device) if problem.with_segments else None,
     )  # fmt: skip
+    assert final is not None
     loss = (y * given["dy"].to(y)).sum() + (final * given["dfinal"].to(final)).sum()
     used = {n: leaf for n, leaf in leaves.items() if n != "state" or problem.with_state}
     gradients = torch.autograd.grad(loss, list(used.values()))
@@ -200,7 +208,10 @@ def sweep(
 
 
 def table(rows: dict[tuple[str, str, str], Worst]) -> Table:
-    """The worst relative L2 error of each tensor; where ddt and dA may vanish, the better of relative and absolute."""
+    """The worst relative L2 error of each tensor.
+
+    Where ddt and dA may vanish it is the better of relative and absolute.
+    """
     tensors = ("y", "state", "dx", "dB", "dC", "ddt", "dA", "dstate")
     shown = Table("backend", "precision", "raw dt", "cases", *tensors, "verdict")
     for (name, dtype, regime), row in sorted(rows.items()):
@@ -212,7 +223,9 @@ def table(rows: dict[tuple[str, str, str], Worst]) -> Table:
 
 def parity_command(
     full: Annotated[bool, typer.Option("--full", help="All lengths up to 8192 (minutes).")] = False,
-    backend: Annotated[list[str] | None, typer.Option(help="Only these; default: all here.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Only these; default: all here.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Compare every SSD path with the float64 oracle: outputs, states and all gradients.
@@ -223,22 +236,23 @@ def parity_command(
 
     mamba3-lite parity --full --backend rotated
     """
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device!r} is unknown; use cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here; use --device cpu.")
     shape = ssd_backends.Shape(CHANNELS, STATE, 64, torch.device(device))
-    with user_errors_as_one_line():
-        if backend:
-            names = [ssd_backends.resolve(name, shape).name for name in backend]
-        else:
-            names = [n for n, b in ssd_backends.BACKENDS.items() if b.refuse(shape) is None]
+    if backend:
+        names = [ssd_backends.resolve(name, shape).name for name in backend]
+    else:
+        names = [n for n, b in ssd_backends.BACKENDS.items() if b.refuse(shape) is None]
     grid = problems(LENGTHS if full else (1, 63, 64, 65, 129))
     rows: dict[tuple[str, str, str], Worst] = {}
+    console = Console(stderr=True)
     for name in names:
         # The seeds' kernel is float32 only.
         dtypes = (torch.float32,) if name == "triton" else (torch.float32, torch.float64)
-        console = Console(stderr=True)
-        rows |= sweep(
-            [name], grid, dtypes=dtypes, device=device,
-            progress=lambda g, n=name: track(g, n, console=console, transient=True),
-        )  # fmt: skip
+        bar = functools.partial(track, description=name, console=console, transient=True)
+        rows |= sweep([name], grid, dtypes=dtypes, device=device, progress=bar)
     Console(width=140).print(table(rows))
     failures = [failure for row in rows.values() for failure in row.failures]
     for failure in failures[:10]:

@@ -1,14 +1,17 @@
 """Parameters, FLOPs and bytes of a configuration, by arithmetic alone: no tensor is made.
 
-A multiply-add counts as two FLOPs. W is the number of parameters that sit in matrix products (head included), L layers, H heads,
-D channels, N complex state width, C chunk length.
+A multiply-add counts as two FLOPs. W is the number of parameters that sit in matrix products (head
+included), L layers, H heads, D channels, N complex state width, C chunk length.
 """
 
 from mamba3_lite.models.transformer import ModelConfig
 
 
 def parameter_counts(cfg: ModelConfig) -> dict[str, int]:
-    """Parameters by part, over all layers; a tied head counts once, with the embedding. A is one complex number a head."""
+    """Parameters by part, over all layers; A is one complex number a head.
+
+    A tied head counts once, with the embedding.
+    """
     d, width = cfg.d_model, cfg.n_heads * cfg.head_dim
     layers = cfg.n_layers
     embedding = cfg.vocab_size * d
@@ -30,7 +33,7 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 
 def matmul_parameters(cfg: ModelConfig) -> int:
-    """W: parameters used in matrix products for every token; a tied embedding counts once, as the head."""
+    """W: parameters in matrix products, for every token; a tied embedding counts as the head."""
     counts = parameter_counts(cfg)
     return cfg.vocab_size * cfg.d_model + sum(
         counts[part] for part in ("in_proj", "mimo", "out_proj", "ffn")
@@ -38,12 +41,18 @@ def matmul_parameters(cfg: ModelConfig) -> int:
 
 
 def model_flops_per_token(cfg: ModelConfig) -> int:
-    """6 W: the figure MFU is quoted against. Independent of the chunk length, no credit for recomputation."""
+    """6 W: the figure MFU is quoted against.
+
+    Independent of the chunk length, no credit for recomputation.
+    """
     return 6 * matmul_parameters(cfg)
 
 
 def ssd_flops_per_token(cfg: ModelConfig) -> tuple[int, int]:
-    """Forward and backward FLOPs of all SSD layers for one token, in the real-valued form with state K = 2N (full tiles)."""
+    """(forward, backward) FLOPs of all SSD layers for one token.
+
+    In the real-valued form with state K = 2N (full tiles).
+    """
     c, k, p = cfg.chunk_size, 2 * cfg.state_dim, cfg.head_dim
     heads = cfg.n_layers * cfg.n_heads
     return heads * (2 * c * (k + p) + 4 * k * p), heads * (c * (6 * k + 4 * p) + 8 * k * p)
@@ -55,7 +64,7 @@ def forward_flops_per_token(cfg: ModelConfig) -> int:
 
 
 def training_flops_per_token(cfg: ModelConfig) -> int:
-    """Forward and backward; with ``grad_checkpoint`` the blocks (not the head) run forward once more."""
+    """Forward and backward; with ``grad_checkpoint`` all but the head runs forward twice."""
     ssd_forward, ssd_backward = ssd_flops_per_token(cfg)
     flops = 6 * matmul_parameters(cfg) + ssd_forward + ssd_backward
     if cfg.grad_checkpoint:
@@ -65,9 +74,10 @@ def training_flops_per_token(cfg: ModelConfig) -> int:
 
 
 def activation_bytes(cfg: ModelConfig, batch: int, seq_len: int, element_bytes: int = 2) -> int:
-    """Activations kept for the backward pass, logits apart; with ``grad_checkpoint`` each block keeps only its input.
+    """Activations kept for the backward pass, logits apart.
 
-    Counts what the mathematics needs (inputs of every product, norm and activation); a backend may keep more.
+    Counts what the mathematics needs (inputs of every product, norm and activation); a backend may
+    keep more. With ``grad_checkpoint`` each block keeps only its input.
     """
     d, width = cfg.d_model, cfg.n_heads * cfg.head_dim
     if cfg.grad_checkpoint:
@@ -89,5 +99,5 @@ def weight_bytes(cfg: ModelConfig) -> int:
 
 
 def state_bytes(cfg: ModelConfig, batch: int = 1) -> int:
-    """The recurrent state of ``batch`` sequences in complex64; constant in the length of the sequence."""
+    """The recurrent state of ``batch`` sequences in complex64; constant in their length."""
     return 8 * batch * cfg.n_layers * cfg.n_heads * cfg.state_dim * cfg.head_dim

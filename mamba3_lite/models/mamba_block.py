@@ -24,37 +24,47 @@ _SLOWEST_DECAY = 1e-4
 
 
 def stable_decay(A: Tensor) -> Pair:
-    """The decay in effect for a free parameter A (H,) complex: (real, imag), each (H,), with real < 0 for every A.
+    """The decay in effect for a free parameter A (H,) complex, with a real part < 0 for every A.
 
-    Re A <= -1 is used as it is (so -1, the initial value, is a fixed point with slope 1). Above -1 the rate r = -Re A follows
-    r = (1 + (1 - r') / 4)^-4 on top of the floor, r' the raw rate: continuous with its slope, never zero, and with a polynomial
-    tail, so that the gradient does not die however far an optimizer walks. A free Re A crosses zero within a few thousand
-    optimizer steps at the default learning rate, and exp(Re A s) then grows without bound.
+    Re A <= -1 is used as it is (so -1, the initial value, is a fixed point with slope 1). Above -1
+    the rate r = -Re A follows r = (1 + (1 - r') / 4)^-4 on top of the floor, r' the raw rate:
+    continuous with its slope, never zero, and with a polynomial tail, so that the gradient does not
+    die however far an optimizer walks. A free Re A crosses zero within a few thousand optimizer
+    steps at the default learning rate, and exp(Re A s) then grows without bound.
+
+    Returns:
+        (real, imag), each (H,).
     """
     real, imag = torch.view_as_real(A).unbind(-1)
     rate = -real
-    # The clamp keeps the unused branch finite: a NaN there would reach the gradient through where().
+    # The clamp keeps the unused branch finite: a NaN there would reach the gradient through where.
     tail = (1 + (1 - rate).clamp_min(0) / 4) ** -4
     slow = _SLOWEST_DECAY + (1 - _SLOWEST_DECAY) * tail
     return -torch.where(rate >= 1, rate, slow), imag
 
 
 def refuse_complex_cast(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Raises before ``module.to(dtype)`` would drop the imaginary part of a complex parameter, whatever else it converts."""
+    """Raises before ``module.to(dtype)`` would drop the imaginary part of a complex parameter.
+
+    That holds whatever else the cast converts.
+    """
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and not fn(parameter.detach()[:0]).is_complex():
             raise TypeError(
-                f"{name} is complex and must stay {parameter.dtype}: a cast to a real dtype would drop its imaginary part. "
-                "Use module.bfloat16() / .double() (they leave complex parameters alone) or autocast."
+                f"{name} is complex and must stay {parameter.dtype}: a cast to a real dtype would "
+                "drop its imaginary part. Use module.bfloat16() / .double() (they leave complex "
+                "parameters alone) or autocast."
             )
 
 
 class Mamba3Block(nn.Module):
-    """norm1 -> in_proj -> complex SSD -> MIMO -> out_proj, then norm2 -> SwiGLU; two residual branches, no biases.
+    """norm1 -> in_proj -> complex SSD -> MIMO -> out_proj, then norm2 -> SwiGLU.
+
+    Two residual branches, no biases.
 
     Args:
-        cfg: a ``ModelConfig``, or a dict with d_model, n_heads, head_dim, state_dim, ffn_dim (required) and chunk_size,
-            ssd_dispatch, rms_norm_eps, grad_checkpoint (with defaults).
+        cfg: a ``ModelConfig``, or a dict with d_model, n_heads, head_dim, state_dim, ffn_dim
+            (required) and chunk_size, ssd_dispatch, rms_norm_eps, grad_checkpoint (with defaults).
         layer_idx: position in the stack, for messages only.
     """
 
@@ -105,8 +115,9 @@ class Mamba3Block(nn.Module):
             token_mask: (B, T) bool; False marks padding, which never enters the state.
         """
         # A is complex: it is turned into real pairs here, outside what torch.compile sees.
-        args = (x, *stable_decay(self.A), self._backend(x.device))
-        args += (state, return_state, segment_ids, token_mask)
+        a_real, a_imag = stable_decay(self.A)
+        run = self._backend(x.device)
+        args = (x, a_real, a_imag, run, state, return_state, segment_ids, token_mask)
         if self.grad_checkpoint and self.training:
             y, final = checkpoint(self._forward_impl, *args, use_reentrant=False)
         else:
@@ -131,7 +142,11 @@ class Mamba3Block(nn.Module):
         return self._after_ssd(x, y.to(u.dtype)), final
 
     def _project(self, x: Tensor) -> tuple[Tensor, Pair, Pair, Tensor]:
-        """norm1 and in_proj, sliced as views: x (..., H, D), B and C as pairs of (..., H, N), dt (..., H)."""
+        """norm1 and in_proj of x (..., d_model), sliced as views.
+
+        Returns:
+            x (..., H, D), B and C as pairs of (..., H, N), dt (..., H).
+        """
         heads, channels, width = self.n_heads, self.head_dim, self.state_dim
         parts = self.in_proj(self.norm1(x)).split(
             [heads * channels, *[heads * width] * 4, heads], dim=-1
@@ -141,13 +156,16 @@ class Mamba3Block(nn.Module):
         return u, (b_re, b_im), (c_re, c_im), parts[5]
 
     def _after_ssd(self, x: Tensor, y: Tensor) -> Tensor:
-        """MIMO and output projection of y (..., H, D) onto the residual x (..., d_model), then the feed-forward branch."""
+        """MIMO and output projection of y (..., H, D) onto the residual x (..., d_model).
+
+        The feed-forward branch follows.
+        """
         x = x + self.out_proj(self.mimo(y.flatten(-2)))
         gate, up = self.ffn_gate_up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.ffn_down(F.silu(gate) * up)
 
     def step(self, x: Tensor, state: Tensor) -> Pair:
-        """One token: x (B, d_model) and the state (B, H, 2N, D) -> the output (B, d_model) and the new state."""
+        """One token: x (B, d_model) and the state (B, H, 2N, D) -> the same two, one token on."""
         u, b, c, dt = self._project(x)
         with torch.autocast(device_type=x.device.type, enabled=False):
             y, state = ssd_rotated.step(u, b, c, dt, stable_decay(self.A), state)
@@ -160,8 +178,10 @@ class Mamba3Block(nn.Module):
         return self._resolved[1]
 
     def _ssd_with_dispatch(self, device: torch.device) -> ssd_backends.Run:
-        """The seeds' contract: "triton" falls back with one line where it foreseeably cannot run, an unknown name runs PyTorch;
-        the project's own names are met or refused."""
+        """The seeds' contract: "triton" falls back with one line where it foreseeably cannot run.
+
+        An unknown name runs PyTorch; the project's own names are met or refused.
+        """
         shape = ssd_backends.Shape(self.head_dim, self.state_dim, self.chunk_size, device)
         dispatch = self.ssd_dispatch
         if dispatch == "triton":
@@ -169,8 +189,8 @@ class Mamba3Block(nn.Module):
             if reason is not None:
                 if not self._triton_fallback_warned:
                     print(
-                        f"[Mamba3Block {self.layer_idx}] ssd_dispatch='triton' unavailable ({reason}); "
-                        "falling back to 'pytorch' for this block."
+                        f"[Mamba3Block {self.layer_idx}] ssd_dispatch='triton' unavailable "
+                        f"({reason}); falling back to 'pytorch' for this block."
                     )
                     self._triton_fallback_warned = True
                 dispatch = "pytorch"

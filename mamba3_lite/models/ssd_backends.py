@@ -1,7 +1,7 @@
 """Which SSD implementation runs, and why not another.
 
-A backend computes a whole sequence behind one seam (see docs/architecture.md, section 3); decoding one token uses
-:func:`mamba3_lite.models.ssd_rotated.step`, which every backend's final state feeds.
+A backend computes a whole sequence behind one seam (see docs/architecture.md, section 3); decoding
+one token uses :func:`mamba3_lite.models.ssd_rotated.step`, which every backend's final state feeds.
 """
 
 import functools
@@ -21,7 +21,7 @@ Run = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a backend may refuse: the dimensions of one head, the chunk, and where the tensors live."""
+    """What a backend may refuse: dimensions of one head, the chunk, and where the tensors live."""
 
     head_dim: int
     state_dim: int
@@ -92,7 +92,7 @@ def _run_complex(per_chunk, x, b, c, dt, a, *, chunk_size, state, return_state, 
 def run_pytorch(
     x, b, c, dt, a, *, chunk_size, state=None, return_state=False, segment_ids=None
 ) -> tuple[Tensor, Tensor | None]:
-    """Seam of "pytorch"; kept out of compiled graphs, since Inductor has no code for complex operators."""
+    """Seam of "pytorch"; not in compiled graphs, since Inductor has no code for complex numbers."""
     return _run_complex(
         per_chunk_ssd_pytorch, x, b, c, dt, a,
         chunk_size=chunk_size, state=state, return_state=return_state, segment_ids=segment_ids,
@@ -114,7 +114,7 @@ def run_triton(
 
 @functools.cache
 def _parity_error(name: str, device: torch.device) -> float:
-    """Relative L2 error of y on a small case against the oracle in float64, on the device that is asked about."""
+    """Relative L2 error of y on a small case, run on ``device``, against the oracle in float64."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -127,9 +127,9 @@ def _parity_error(name: str, device: torch.device) -> float:
     def complex128(pair: Pair) -> Tensor:
         return torch.complex(pair[0].double(), pair[1].double())
 
-    want = ssd_naive_complex(
-        x.double(), complex128(a), complex128(b), complex128(c), dt.double()
-    ).real  # type: ignore[union-attr]
+    truth = ssd_naive_complex(x.double(), complex128(a), complex128(b), complex128(c), dt.double())
+    assert isinstance(truth, Tensor)
+    want = truth.real
 
     def there(pair: Pair) -> Pair:
         return pair[0].to(device), pair[1].to(device)
@@ -143,7 +143,7 @@ def _parity_error(name: str, device: torch.device) -> float:
 
 @functools.cache
 def _choose(shape: Shape) -> Backend:
-    """The first of AUTO_ORDER that can run here and agrees with the oracle; says which and why, once."""
+    """The first of AUTO_ORDER that runs here and agrees with the oracle; says which and why."""
     passed_over: list[str] = []
     for name in AUTO_ORDER:
         reason = BACKENDS[name].refuse(shape)

@@ -1,15 +1,17 @@
 """Complex state-space dual (SSD): the token-by-token oracle and the chunkwise form in PyTorch.
 
-Legend: B batch, T time, H heads, D channels of a head, N complex state width, C chunk length, nc number of chunks.
+Legend: B batch, T time, H heads, D channels of a head, N complex state width, C chunk length,
+nc number of chunks.
 
 Recurrence, per batch and head, with s_t = softplus(dt_t):
 
     h_t = exp(A s_t) h_{t-1} + B_t x_t^T        (N, D), complex
     y_t = sum_n C_t[n] h_t[n, :]                 (D,), the model uses the real part
 
-The chunkwise form is the state-space dual of Mamba-2 (arXiv 2405.21060, section 6) with a complex decay. Two rules keep it
-right at any length: the exponent is masked, never the exponential (above the diagonal exp() overflows, and 0 * inf is NaN);
-and the state is carried chunk by chunk, so no prefix sum is ever longer than a chunk.
+The chunkwise form is the state-space dual of Mamba-2 (arXiv 2405.21060, section 6) with a complex
+decay. Two rules keep it right at any length: the exponent is masked, never the exponential (above
+the diagonal exp() overflows, and 0 * inf is NaN); and the state is carried chunk by chunk, so no
+prefix sum is ever longer than a chunk.
 """
 
 import math
@@ -63,7 +65,8 @@ def ssd_naive_complex(
         kept = F.pad(keeps, (1, 0), value=True)[..., None]
         decay = torch.where(kept, decay, torch.zeros_like(decay))
     outputs = []
-    # unbind, not indexing: the gradient of an index is a tensor of the full length, which would make this O(T^2).
+    # unbind, not indexing: the gradient of an index is a tensor of the full length, which would
+    # make this O(T^2).
     for decay_t, b, c, x_t in zip(
         decay.unbind(1), B_t.unbind(1), C_t.unbind(1), x.unbind(1), strict=True
     ):
@@ -76,11 +79,12 @@ def ssd_naive_complex(
 def prefix_decay(
     A_real: Tensor, A_imag: Tensor, s: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Chunk-local inclusive prefix sums of A s: log-magnitude and phase, both (B, nc, C, H) float64.
+    """Chunk-local inclusive prefix sums of A s: log-magnitude and phase, (B, nc, C, H) float64.
 
-    These are the only sums along time, and they hold one number per token and head, so float64 costs nothing; in float32 a
-    phase of a few hundred radians would already be off by 1e-4. The phase is wrapped to [-pi, pi], which changes no exponential
-    and makes it safe to round to float32 afterwards.
+    These are the only sums along time, and they hold one number per token and head, so float64
+    costs nothing; in float32 a phase of a few hundred radians would already be off by 1e-4. The
+    phase is wrapped to [-pi, pi], which changes no exponential and makes it safe to round to
+    float32 afterwards.
 
     Args:
         A_real, A_imag: (H,) real.
@@ -117,29 +121,31 @@ def per_chunk_ssd_pytorch(
     decay_states: Tensor,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What happens inside one chunk: the output that comes from the chunk itself, and the state it adds.
+    """What happens inside one chunk: the output from the chunk itself, and the state it adds.
 
     Args:
         Bc, Cc: (B, nc, C, H, N) complex.
         Xc: (B, nc, C, H, D) real or complex.
-        A_log: (B, nc, C, H) complex, chunk-local inclusive prefix sum of A s (imaginary part may be wrapped).
-        decay_states: (B, nc, C, H) complex, exp(A_log at the chunk's end - A_log); 0 where a later segment has begun.
+        A_log: (B, nc, C, H) complex, chunk-local inclusive prefix sum of A s (imaginary part may be
+            wrapped).
+        decay_states: (B, nc, C, H) complex, exp(A_log at the chunk's end - A_log); 0 where a later
+            segment has begun.
         segment_ids: (B, nc, C) integers or None.
 
     Returns:
-        Y_diag (B, nc, C, H, D): complex for complex x, its real part for real x; state (B, nc, H, N, D) complex.
+        Y_diag (B, nc, C, H, D): complex for complex x, its real part for real x; state
+        (B, nc, H, N, D) complex.
     """
     b, c, x = (t.transpose(2, 3) for t in (Bc, Cc, Xc))
     a_log = A_log.transpose(2, 3)
     exponent = causal_exponent(a_log.real, segment_ids)
     angle = a_log.imag[..., :, None] - a_log.imag[..., None, :]
     weights = (c @ b.mT) * torch.polar(torch.exp(exponent), angle)
-    y = (weights @ x) if x.is_complex() else (weights.real @ x)
     carried = (b * decay_states.transpose(2, 3)[..., None]).mT
     if x.is_complex():
-        state = carried @ x
+        y, state = weights @ x, carried @ x
     else:
-        state = torch.complex(carried.real @ x, carried.imag @ x)
+        y, state = weights.real @ x, torch.complex(carried.real @ x, carried.imag @ x)
     return y.transpose(2, 3), state
 
 
@@ -149,22 +155,29 @@ def _pad_time(t: Tensor, pad: int) -> Tensor:
 
 
 def pad_segments(segment_ids: Tensor, pad: int) -> Tensor:
-    """(B, T) -> (B, T + pad): padding belongs to the last document, so the final state is the one after the last token."""
+    """(B, T) -> (B, T + pad).
+
+    Padding belongs to the last document, so the final state is the one after the last token.
+    """
     return torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, pad)], 1) if pad else segment_ids
 
 
 def gated_exponents(log_decay: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-magnitudes that tie a chunk to its neighbours: -inf, so a weight of exactly 0, across a document boundary.
+    """Log-magnitudes that tie a chunk to its neighbours.
+
+    They are -inf, so a weight of exactly 0, across a document boundary.
 
     Args:
         log_decay: (B, nc, C, H), chunk-local inclusive prefix sum.
         segments: (B, nc, C) document ids or None.
 
     Returns:
-        From the chunk's start to each token (B, nc, C, H), from each token to the chunk's end (B, nc, C, H), and over the
-        whole chunk (B, nc, H). The incoming state belongs to the last document of the chunk before.
+        From the chunk's start to each token (B, nc, C, H), from each token to the chunk's end
+        (B, nc, C, H), and over the whole chunk (B, nc, H). The incoming state belongs to the last
+        document of the chunk before.
     """
-    from_start, to_end, over_chunk = log_decay, log_decay[:, :, -1:] - log_decay, log_decay[:, :, -1]
+    from_start, over_chunk = log_decay, log_decay[:, :, -1]
+    to_end = log_decay[:, :, -1:] - log_decay
     if segments is None:
         return from_start, to_end, over_chunk
     last = segments[..., -1]
@@ -177,7 +190,11 @@ def gated_exponents(log_decay: Tensor, segments: Tensor | None) -> tuple[Tensor,
 
 
 def _carry(decay: Tensor, states: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Runs the state over the chunks: (B, nc, H) decays and (B, nc, H, N, D) additions -> states at each start, and the last."""
+    """Runs the state over the chunks, by (B, nc, H) decays and (B, nc, H, N, D) additions.
+
+    Returns:
+        The state at each chunk's start (B, nc, H, N, D), and the last (B, H, N, D).
+    """
     h = initial
     starts = []
     for decay_c, added in zip(decay.unbind(1), states.unbind(1), strict=True):
@@ -211,11 +228,12 @@ def chunkwise(
     initial_state: Tensor | None,
     segment_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The chunkwise algorithm around a given per-chunk implementation; returns (y real, final state)."""
+    """The chunkwise algorithm around a per-chunk implementation; returns (y real, final state)."""
     batch, length, heads, channels = x.shape
     pad = (chunk_size - length % chunk_size) % chunk_size
     compute = torch.complex128 if B_t.dtype == torch.complex128 else torch.complex64
-    # Padding comes after softplus: s = 0 leaves the state untouched, so the final state is right for any T.
+    # Padding comes after softplus: s = 0 leaves the state untouched, so the final state is right
+    # for any T.
     s = _pad_time(softplus(dt.double()), pad)
     b, c = (_pad_time(t.to(compute), pad).unflatten(1, (-1, chunk_size)) for t in (B_t, C_t))
     xc = _pad_time(x.to(compute if x.is_complex() else compute.to_real()), pad)
@@ -255,7 +273,9 @@ def ssd_complex_chunkwise(
     return_final_state: bool = False,
     segment_ids: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The complex SSD in chunks: equal to the real part of :func:`ssd_naive_complex`, in O(T C) work and O(T/C) steps.
+    """The complex SSD in chunks: the real part of :func:`ssd_naive_complex`.
+
+    O(T C) work, O(T/C) steps.
 
     Args:
         x: (B, T, H, D) real or complex (complex x runs on "pytorch" and "triton" only).
@@ -265,10 +285,12 @@ def ssd_complex_chunkwise(
         chunk_size: any length >= 1; T need not be a multiple.
         ssd_dispatch: "pytorch", "triton", or a name of ``ssd_backends.BACKENDS``.
         initial_state: (B, H, N, D) complex; differentiable.
-        segment_ids: (B, T) integers, constant inside a document and non-decreasing; state never crosses a change.
+        segment_ids: (B, T) integers, constant inside a document and non-decreasing; state never
+            crosses a change.
 
     Returns:
-        y (B, T, H, D) real, with ``return_final_state`` also the state after the last token, (B, H, N, D) complex.
+        y (B, T, H, D) real, with ``return_final_state`` also the state after the last token,
+        (B, H, N, D) complex.
 
     Raises:
         UserError: shapes that do not fit, or a dispatch that is unknown or cannot run here.
@@ -297,4 +319,7 @@ def ssd_complex_chunkwise(
         chunk_size=chunk_size, state=packed, return_state=return_final_state,
         segment_ids=segment_ids,
     )  # fmt: skip
-    return (y, torch.complex(*final.chunk(2, 2))) if return_final_state else y
+    if not return_final_state:
+        return y
+    assert final is not None
+    return y, torch.complex(*final.chunk(2, 2))

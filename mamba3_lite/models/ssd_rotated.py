@@ -2,13 +2,16 @@
 
 With A = alpha + i beta, tau_t = sum_{k<=t} s_k and theta_t = beta tau_t,
 
-    Re(C_t . B_j e^{A (tau_t - tau_j)}) = e^{alpha (tau_t - tau_j)} [Re c_t, -Im c_t] . [Re b_j, Im b_j]
+    Re(C_t . B_j e^{A (tau_t - tau_j)})
+        = e^{alpha (tau_t - tau_j)} [Re c_t, -Im c_t] . [Re b_j, Im b_j]
 
-where c = C e^{i theta} and b = B e^{-i theta} (Propositions 2 and 3 of arXiv 2603.15569 with one frequency a head). The phase is
-local to a chunk; the carried state is rotated by the chunk's total phase, which makes it equal to the true complex state with its
-real rows above its imaginary rows. Everything is real, so the whole function compiles into one graph.
+where c = C e^{i theta} and b = B e^{-i theta} (Propositions 2 and 3 of arXiv 2603.15569 with one
+frequency a head). The phase is local to a chunk; the carried state is rotated by the chunk's total
+phase, which makes it equal to the true complex state with its real rows above its imaginary rows.
+Everything is real, so the whole function compiles into one graph.
 
-Legend: B batch, T time, H heads, D channels of a head, N complex state width, K = 2N, C chunk length, nc chunks.
+Legend: B batch, T time, H heads, D channels of a head, N complex state width, K = 2N, C chunk
+length, nc chunks.
 """
 
 import torch
@@ -33,7 +36,10 @@ def _rotate(state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated_operands(b: Pair, c: Pair, phase: Tensor) -> Pair:
-    """B e^{-i phase} and C e^{i phase} as real (B, nc, H, C, K); b, c (B, nc, C, H, N), phase (B, nc, C, H)."""
+    """B e^{-i phase} and C e^{i phase} as real (B, nc, H, C, K).
+
+    b, c pairs of (B, nc, C, H, N), phase (B, nc, C, H).
+    """
     cos, sin = torch.cos(phase)[..., None], torch.sin(phase)[..., None]
     (b_re, b_im), (c_re, c_im) = b, c
     b_rot = torch.cat([b_re * cos + b_im * sin, b_im * cos - b_re * sin], -1)
@@ -53,7 +59,7 @@ def run(
     return_state: bool = False,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole-sequence seam of ``ssd_backends`` (shapes there); float32, or float64 for float64 inputs."""
+    """Whole-sequence seam of ``ssd_backends`` (shapes there); float32, float64 for float64 x."""
     batch, length, heads, channels = x.shape
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     size = min(chunk_size, length)
@@ -99,7 +105,10 @@ def run(
 
 
 def step(x: Tensor, b: Pair, c: Pair, dt: Tensor, a: Pair, state: Tensor) -> Pair:
-    """One token: h <- e^{A s} h + B x^T, y = Re(C h); x (B,H,D), b, c pairs of (B,H,N), dt (B,H), state (B,H,2N,D)."""
+    """One token: h <- e^{A s} h + B x^T, y = Re(C h).
+
+    x (B, H, D), b and c pairs of (B, H, N), dt (B, H), state (B, H, 2N, D).
+    """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     s = softplus(dt.double())
     angle = (a[1].double() * s).to(compute)[..., None, None]

@@ -13,7 +13,10 @@ from mamba3_lite.models.mimo import MIMO
 
 @dataclass
 class ModelConfig:
-    """Every number of the architecture. A field added here is a key of the YAML's ``model:`` section without further code."""
+    """Every number of the architecture.
+
+    A field added here is a key of the YAML's ``model:`` section without further code.
+    """
 
     vocab_size: int = 50257
     d_model: int = 1024
@@ -31,23 +34,25 @@ class ModelConfig:
     grad_checkpoint: bool = False
 
     def __post_init__(self) -> None:
+        problems = []
         for name in (
-            "vocab_size", "d_model", "n_layers", "n_heads", "head_dim", "state_dim", "chunk_size", "ffn_dim", "max_seq_len",
+            "vocab_size", "d_model", "n_layers", "n_heads", "head_dim", "state_dim", "chunk_size",
+            "ffn_dim", "max_seq_len",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise UserError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
+                problems.append(f"model.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("rms_norm_eps", "init_std"):
             if not 0 < getattr(self, name) < 1:
-                raise UserError(
-                    f"model.{name} must lie between 0 and 1, got {getattr(self, name)}."
-                )
+                problems.append(f"model.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if problems:
+            raise UserError("; ".join(problems) + ".")
 
 
 class Mamba3Transformer(nn.Module):
     """A language model over token ids, without positional embedding: any length works.
 
     Args:
-        cfg: a ``ModelConfig``, or a dict of some of its fields (an unknown one raises ``TypeError``).
+        cfg: a ``ModelConfig``, or a dict of some of its fields (an unknown one: ``TypeError``).
     """
 
     def __init__(self, cfg: ModelConfig | dict[str, Any]):
@@ -64,7 +69,7 @@ class Mamba3Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Linears and embedding N(0, init_std), norms 1, head mixers the identity; A keeps its -1."""
+        """Linears and embedding N(0, init_std), norms 1, head mixers the identity; A keeps -1."""
         mixers = {module.mix for module in self.modules() if isinstance(module, MIMO)}
         drawn: set[int] = set()
         for module in self.modules():
@@ -87,7 +92,7 @@ class Mamba3Transformer(nn.Module):
         segment_ids: Tensor | None = None,
         token_mask: Tensor | None = None,
     ) -> Any:
-        """ids (B, T) -> what the head reads, (B, T, d_model), with ``return_state`` also one state a layer."""
+        """ids (B, T) -> what the head reads, (B, T, d_model); otherwise as :meth:`forward`."""
         x = self.embed(ids)
         finals = []
         for i, layer in enumerate(self.layers):
@@ -113,25 +118,28 @@ class Mamba3Transformer(nn.Module):
         segment_ids: Tensor | None = None,
         token_mask: Tensor | None = None,
     ) -> Any:
-        """ids (B, T) int64 -> logits (B, T, vocab), with ``return_state`` also one (B, H, 2N, D) state a layer.
+        """ids (B, T) int64 -> logits (B, T, vocab).
 
         Args:
             state: what an earlier call returned; the sequence goes on from there.
+            return_state: return also one state (B, H, 2N, D) a layer.
             segment_ids: (B, T) document ids, non-decreasing; state is reset where they change.
             token_mask: (B, T) bool, False on padding (any side); padding never enters a state.
         """
         x = self.hidden(
-            ids, state=state, return_state=return_state, segment_ids=segment_ids, token_mask=token_mask
+            ids, state=state, return_state=return_state,
+            segment_ids=segment_ids, token_mask=token_mask,
         )  # fmt: skip
         if return_state:
             return self.lm_head(x[0]), x[1]
         return self.lm_head(x)
 
     def step(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """One token for each sequence: ids (B,), state as from ``forward`` -> logits (B, vocab) and the new state."""
+        """One token a sequence: ids (B,) and a state of ``forward`` -> logits (B, vocab), state."""
         x = self.embed(ids)
         new_state = []
         for layer, layer_state in zip(self.layers, state, strict=True):
+            assert isinstance(layer, Mamba3Block)
             x, layer_state = layer.step(x, layer_state)
             new_state.append(layer_state)
         return self.lm_head(self.norm_f(x)), new_state

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 
 
@@ -20,16 +21,19 @@ def compile_refusal(device: torch.device) -> str | None:
     return None
 
 
-# CUDA graphs would record one block and replay it over another's outputs; between them the model keeps only the rest of the mode.
+# CUDA graphs would record one block and replay it over another's outputs: only the rest of the mode
+# is kept.
 _BLOCK_MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "default"}
 
 
 def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
-    """torch.compile for each block: one graph serves all of them, and checkpoints keep the raw model's names.
+    """torch.compile for each block: one graph serves all, and checkpoints keep the raw names.
 
     Returns the mode in effect: without CUDA graphs, which need the whole step in one graph.
     """
     mode = _BLOCK_MODES.get(mode, mode)
     for block in model.layers:
-        block._forward_impl = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+        assert isinstance(block, Mamba3Block)
+        compiled = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+        block._forward_impl = compiled  # type: ignore[method-assign]
     return mode

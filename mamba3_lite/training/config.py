@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,10 +268,11 @@ def _data_problems(data: DataConfig, sources: Mapping[str, str]) -> list[str]:
 
 
 def find_config(path: str) -> Path:
-    """The file itself, or for ``configs/...`` outside a checkout the copy that is shipped with the package."""
+    """The file itself, or outside a checkout the copy of ``configs/...`` in the package."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (Path(path), package / path, package.parent / path):
-        if candidate.is_file():
+        # Not Path.is_file: that raises for a folder which may not be entered.
+        if os.path.isfile(candidate):
             return candidate
     return Path(path)
 

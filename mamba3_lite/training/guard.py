@@ -1,4 +1,7 @@
-"""What protects a run from a bad batch: whole windows are dropped, repeated ones roll back, spikes raise an alarm."""
+"""What protects a run from a bad batch.
+
+Whole windows are dropped, repeated ones roll back, spikes raise an alarm.
+"""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -8,9 +11,10 @@ from torch import Tensor
 
 
 class AccumulationWindow:
-    """What one optimizer step gathers over its micro-steps: summed loss, token count, and whether it is lost.
+    """What one optimizer step gathers over its micro-steps.
 
-    It belongs to the optimizer whose gradients it describes (:meth:`of`).
+    Summed loss, token count, and whether it is lost. It belongs to the optimizer whose gradients it
+    describes (:meth:`of`).
     """
 
     loss_sum: Tensor | float
@@ -49,7 +53,10 @@ class AccumulationWindow:
 
 @dataclass
 class SpikeAlarm:
-    """Notices a finite loss far above the recent ones: median and median deviation, which a spike itself hardly moves."""
+    """Notices a finite loss far above the recent ones.
+
+    The measure is median and median deviation, which a spike itself hardly moves.
+    """
 
     recent: list[float] = field(default_factory=list)
 
@@ -64,7 +71,8 @@ class SpikeAlarm:
         if len(self.recent) >= self._WARM_UP:
             middle = median(self.recent)
             deviation = median(abs(value - middle) for value in self.recent)
-            if loss - middle > max(self._AT_LEAST, self._DEVIATIONS * deviation):
-                alarm = f"loss {loss:.4f} is {loss - middle:.2f} above the recent median {middle:.4f}"
+            above = loss - middle
+            if above > max(self._AT_LEAST, self._DEVIATIONS * deviation):
+                alarm = f"loss {loss:.4f} is {above:.2f} above the recent median {middle:.4f}"
         self.recent = [*self.recent, loss][-self._WINDOW :]
         return alarm

@@ -1,7 +1,8 @@
-"""Next-token cross-entropy as a sum over tokens, with the head's product and its gradient done in pieces.
+"""Next-token cross-entropy as a sum over tokens, the head's product and its gradient in pieces.
 
-The full logits of a production micro-batch are 6.6 GB in float32; a piece of them is computed, turned into its gradient at once, and
-dropped. A sum (not a mean) leaves the weighting to whoever knows how many tokens the whole accumulation window holds.
+The full logits of a production micro-batch are 6.6 GB in float32; a piece of them is computed,
+turned into its gradient at once, and dropped. A sum (not a mean) leaves the weighting to whoever
+knows how many tokens the whole accumulation window holds.
 """
 
 from typing import Any
@@ -17,11 +18,11 @@ _PIECE_ELEMENTS = 2**28
 
 
 class _HeadLoss(torch.autograd.Function):
-    """sum of -log softmax(hidden @ weight.T)[target] over the rows whose target is not IGNORE_INDEX."""
+    """sum of -log softmax(hidden @ weight.T)[target] over the rows whose target counts."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """hidden (M, d), weight (V, d), targets (M,) -> a scalar in float32 (float64 for float64 inputs)."""
+        """hidden (M, d), weight (V, d), targets (M,) -> 0-d float32, or float64 for float64."""
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         compute = weight.dtype if hidden.dtype != torch.float64 else hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type):
@@ -60,20 +61,25 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grads[0].to(d_hidden.dtype), (d_weight * grads[0]).to(ctx.weight_dtype), None
+        (grad,) = grads
+        return d_hidden * grad.to(d_hidden.dtype), (d_weight * grad).to(ctx.weight_dtype), None
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of targets (...,) int64 under logits hidden (..., d) @ weight (V, d).T, without full logits."""
+    """Summed cross-entropy of targets (...,) int64, without full logits.
+
+    The logits are those of hidden (..., d) @ weight (V, d).T.
+    """
     return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten())
 
 
 def next_token_loss(
     model: nn.Module, tokens: Tensor, targets: Tensor, *, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of counted tokens), both 0-d; tokens and targets (B, T), IGNORE_INDEX marks what does not count.
+    """(summed loss, number of counted tokens), both 0-d.
 
-    Any module that maps ids (B, T) to logits (B, T, V) can be trained; ours goes through :func:`head_loss`.
+    Tokens and targets are (B, T); a target of IGNORE_INDEX does not count. Any module that maps ids
+    (B, T) to logits (B, T, V) can be trained; ours goes through :func:`head_loss`.
     """
     count = (targets != IGNORE_INDEX).sum()
     if isinstance(model, Mamba3Transformer):
@@ -81,7 +87,5 @@ def next_token_loss(
         return head_loss(hidden, model.lm_head.weight, targets), count
     logits = model(tokens).flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(
-        logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return loss, count

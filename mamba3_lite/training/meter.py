@@ -8,7 +8,10 @@ from typing import Any
 
 
 class Meter:
-    """Times a log window, without the first micro-step of the process (compilation) and without validation and saving."""
+    """Times a log window.
+
+    The first micro-step of the process (compilation), validation and saving do not count.
+    """
 
     def __init__(self) -> None:
         self.pending: list[dict[str, Any]] = []

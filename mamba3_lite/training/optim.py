@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: nn.Module, config: "TrainingConfig") -> torch.optim.AdamW:
-    """AdamW: parameters with two or more dimensions decay, the rest (norms, the complex A) do not; tied ones count once."""
+    """AdamW: parameters with two or more dimensions decay, the rest (norms, the complex A) do not.
+
+    Tied ones count once.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]  # yields a shared one once
     return torch.optim.AdamW(
         [
@@ -27,7 +30,10 @@ def build_optimizer(model: nn.Module, config: "TrainingConfig") -> torch.optim.A
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, config: "TrainingConfig") -> None:
-    """Moments from a checkpoint, hyperparameters from the configuration: a changed knob takes effect from here."""
+    """Moments from a checkpoint, hyperparameters from the configuration.
+
+    A changed knob takes effect from here.
+    """
     optimizer.load_state_dict(saved)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] = config.lr
@@ -36,7 +42,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict, config: "Train
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Global L2 norm of all gradients; a complex entry counts with its modulus. A 0-d tensor on the gradients' device."""
+    """Global L2 norm of all gradients, a 0-d tensor on their device.
+
+    A complex entry counts with its modulus.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)))

@@ -1,4 +1,4 @@
-"""The training loop: one micro-step, the run around it, and the command that starts it."""
+"""The training loop: the run around the micro-steps, and the command that starts it."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from mamba3_lite.data.loader import SampleOrder, advance, make_loader
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.schema import COMMAND_LINE
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import (
     TrainConfig,
@@ -30,12 +30,10 @@ from mamba3_lite.training.config import (
     find_config,
     load_training_config,
     validate,
+    yaml_key,
 )
 from mamba3_lite.training.meter import Meter
-from mamba3_lite.training.optim import (
-    build_optimizer,
-    load_optimizer,
-)
+from mamba3_lite.training.optim import build_optimizer, load_optimizer
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
 from mamba3_lite.training.step import train_step
 from mamba3_lite.training.stop import StopRequest
@@ -76,17 +74,17 @@ def _random_state() -> dict[str, Tensor]:
 
 
 class Pretrainer:
-    """One run: builds everything a configuration names, resumes by itself, trains, logs, validates, saves.
+    """One run: builds all a configuration names, resumes by itself, trains, logs, validates, saves.
 
     Args:
         config: validated here; never changed by the run except for the dry run's smaller shape.
-        resume: exactly this optimizer step; None takes the newest intact checkpoint, if there is any.
-        dry_run: two optimizer steps at the unmodified schedule; the run folder is neither read nor written.
+        resume: exactly this optimizer step; None takes the newest intact checkpoint, if any.
+        dry_run: two optimizer steps at the unmodified schedule; reads and writes no run folder.
         full_shape: keep the literal shape in a dry run on a CPU.
         sources: where each value of ``config`` came from, for the record in the run folder.
 
     Raises:
-        UserError: anything wrong with the configuration, the data or the checkpoints, before the first step.
+        UserError: anything wrong with configuration, data or checkpoints, before the first step.
     """
 
     def __init__(
@@ -109,14 +107,16 @@ class Pretrainer:
         if dry_run and self.device.type == "cpu" and not full_shape:
             config.batch_size, config.max_seq_len = 1, min(config.max_seq_len, 256)
             shape = f"micro batch 1, {config.max_seq_len} tokens"
-            self._notes.append(f"[dry-run] on a CPU: {shape} (--full-shape keeps the configuration's)")
+            hint = "--full-shape keeps the configuration's"
+            self._notes.append(f"[dry-run] on a CPU: {shape} ({hint})")
         self._open_data()
 
         self.checkpoints: CheckpointManager | None = None
         checkpoint = None
         if self.run_dir is not None:
             self.checkpoints = CheckpointManager(
-                self.run_dir, keep_last=config.keep_last, keep_every=config.keep_every, log=self._notes.append
+                self.run_dir, keep_last=config.keep_last, keep_every=config.keep_every,
+                log=self._notes.append,
             )  # fmt: skip
             checkpoint = self.checkpoints.load(resume)
             if checkpoint is not None:
@@ -128,26 +128,26 @@ class Pretrainer:
             self.checkpoints.log = self.logger.info
 
     def _open_data(self) -> None:
-        config = self.config
+        config, path = self.config, self.config.data_path
+        shape = (config.max_seq_len, config.vocab_size)
         self.dataset: PretrainDataset | DummyDataset
-        if self.dry_run and not Path(config.data_path).exists():
-            self._notes.append(f"[dry-run] {config.data_path} does not exist: random tokens instead")
+        if self.dry_run and not Path(path).exists():
+            self._notes.append(f"[dry-run] {path} does not exist: random tokens instead")
             windows = DRY_RUN_OPT_STEPS * config.samples_per_step
-            self.dataset = DummyDataset(windows, config.max_seq_len, config.vocab_size, config.seed)
+            self.dataset = DummyDataset(windows, *shape, config.seed)
         else:
-            self.dataset = PretrainDataset(config.data_path, config.max_seq_len, config.vocab_size)
+            self.dataset = PretrainDataset(path, *shape)
         self.order = SampleOrder(self.dataset.n_windows, config.data_order, config.seed)
         self.val_dataset = None
         if config.val_data_path:
-            self.val_dataset = PretrainDataset(
-                config.val_data_path, config.max_seq_len, config.vocab_size
-            )
+            self.val_dataset = PretrainDataset(config.val_data_path, *shape)
 
     def _check_data(self, meta: dict[str, Any]) -> None:
         if meta["data_fingerprint"] != self.dataset.fingerprint:
             raise UserError(
-                f"{self.config.data_path} does not hold the data that {self.config.checkpoint_dir} was trained on; point "
-                "data.train_data_path at it, or start in a new training.save_dir."
+                f"{self.config.data_path} does not hold the data that {self.config.checkpoint_dir} "
+                "was trained on; point data.train_data_path at it, or start in a new "
+                "training.save_dir."
             )
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
@@ -155,15 +155,14 @@ class Pretrainer:
         torch.manual_seed(config.seed)
         self.model = Mamba3Transformer(config.model())
         if self.run_dir is not None:
-            needed = estimate_bytes(self.model.state_dict())
-            require_free_space(self.run_dir, 3 * needed)
+            require_free_space(self.run_dir, 3 * estimate_bytes(self.model.state_dict()))
         self.model.to(self.device).train()
         self.optimizer = build_optimizer(self.model, config)
         self.scheduler = build_schedule(self.optimizer, config)
         self.state = TrainState()
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.amp_context: AbstractContextManager = contextlib.nullcontext()
+        self.amp_context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.device.type == "cuda":
             self.amp_context = torch.autocast("cuda", dtype=torch.bfloat16)
         else:
@@ -219,12 +218,11 @@ class Pretrainer:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.run_dir / name)
 
-    # The run ---------------------------------------------------------------------------------------------------------
-
     def train(self) -> int:
         """Trains to the end, or to a signal or time limit; returns the process's exit code.
 
-        0: finished (or dry run passed); 75: out of ``max_time_sec``, saved; 130 / 143: SIGINT / SIGTERM, saved.
+        0: finished (or dry run passed); 75: out of ``max_time_sec``, saved; 130 / 143: SIGINT /
+        SIGTERM, saved.
         """
         config, state = self.config, self.state
         last = min(config.max_steps, DRY_RUN_OPT_STEPS) if self.dry_run else config.max_steps
@@ -240,7 +238,7 @@ class Pretrainer:
                 self.logger.info(f"[dry-run] passed: {last} optimizer steps; nothing was written")
         return code
 
-    def _train_to(self, last: int, stop: "StopRequest") -> int:
+    def _train_to(self, last: int, stop: StopRequest) -> int:
         self._meter = Meter()
         self._mark_boundary()
         batches = self._batches()
@@ -273,8 +271,8 @@ class Pretrainer:
     def _micro_step(self, tokens: Tensor, targets: Tensor) -> None:
         state = self.state
         metrics, opt_step = train_step(
-            self.model, self.optimizer, self.scheduler, self.config, self.amp_context, self._guard_line,
-            state.opt_step, tokens.to(self.device, non_blocking=True),
+            self.model, self.optimizer, self.scheduler, self.config, self.amp_context,
+            self._guard_line, state.opt_step, tokens.to(self.device, non_blocking=True),
             targets.to(self.device, non_blocking=True), state.micro_step,
         )  # fmt: skip
         state.micro_step += 1
@@ -300,7 +298,9 @@ class Pretrainer:
         loss = self._meter.close_window()
         alarm = state.spike.check(loss)
         if alarm is not None:
-            self.logger.event("spike", f"[spike] {alarm}", opt_step=state.opt_step, micro_step=state.micro_step)
+            self.logger.event(
+                "spike", f"[spike] {alarm}", opt_step=state.opt_step, micro_step=state.micro_step
+            )
         self.logger.advance(state.opt_step, loss)
         self._mark_boundary()
         at_end = state.opt_step >= last
@@ -317,7 +317,7 @@ class Pretrainer:
         self._boundary = (self.state.snapshot(), _random_state())
 
     def _flush_losses(self) -> None:
-        """Moves what the micro-steps left on the device into the log window and the accumulation window."""
+        """Moves what the micro-steps left on the device into the log and accumulation windows."""
         for metrics in self._meter.pending:
             value, tokens = float(metrics["loss_sum"]), int(metrics["tokens"])
             if math.isfinite(value):
@@ -367,19 +367,11 @@ class Pretrainer:
             max_batches=self.config.eval_batches,
         )
         self.last_val_loss = loss
-        self.logger.log_validation(
-            {
-                "opt_step": self.state.opt_step,
-                "micro_step": self.state.micro_step,
-                "val_loss": loss,
-                "val_tokens": tokens,
-            }
-        )
-
-    # Saving and going back -------------------------------------------------------------------------------------------
+        where = {"opt_step": self.state.opt_step, "micro_step": self.state.micro_step}
+        self.logger.log_validation({**where, "val_loss": loss, "val_tokens": tokens})
 
     def _save(self, *, boundary: bool = False) -> None:
-        """Writes a checkpoint; with ``boundary`` of the last window boundary, so that an open window is replayed on resume."""
+        """Writes a checkpoint, with ``boundary`` of the last one: an open window is replayed."""
         if self.checkpoints is None:
             return
         self.state.rollbacks = 0
@@ -396,15 +388,14 @@ class Pretrainer:
         try:
             self.checkpoints.save(state.opt_step, self.model.state_dict(), training, meta)
         except CheckpointWriteError as problem:
-            # The next one may succeed, and the run is worth more than this file; at the end there is no next one.
-            self.logger.event(
-                "save-failed", f"[warn] {problem}", opt_step=state.opt_step, micro_step=state.micro_step
-            )
+            # The next may succeed, and the run is worth more than one file; the last has no next.
+            where = {"opt_step": state.opt_step, "micro_step": state.micro_step}
+            self.logger.event("save-failed", f"[warn] {problem}", **where)
             if at_end:
                 raise UserError(f"The last checkpoint could not be written: {problem}") from problem
 
     def _strike(self) -> bool:
-        """A window was dropped: counts it, and goes back to a checkpoint after too many in a row. True after a rollback."""
+        """Counts a dropped window; after too many in a row rolls back, and returns True."""
         state, config = self.state, self.config
         self._meter.pending.clear()
         self._meter.close_window()
@@ -428,7 +419,7 @@ class Pretrainer:
             raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
         self._restore(checkpoint)
         state = self.state
-        state.skip_spans.append([lost.first_strike_sample, lost.samples_seen])
+        state.skip_spans.append((lost.first_strike_sample, lost.samples_seen))
         state.dropped_windows, state.rollbacks = lost.dropped_windows, lost.rollbacks + 1
         state.strikes = 0
         self._mark_boundary()
@@ -451,7 +442,8 @@ def pretrain_command(
     data_path: Annotated[str | None, typer.Option(help="Training data.")] = None,
     checkpoint_dir: Annotated[str | None, typer.Option(help="Run folder.")] = None,
     resume: Annotated[
-        int | None, typer.Option(help="Resume from exactly this optimizer step; default: the newest.")
+        int | None,
+        typer.Option(help="Resume from exactly this optimizer step; default: the newest."),
     ] = None,
     no_checkpoint: Annotated[
         bool, typer.Option("--no-checkpoint", help="Gradient checkpointing off.")
@@ -477,7 +469,7 @@ def pretrain_command(
 
     mamba3-lite pretrain --config run.yaml training.lr=6e-4 model.chunk_size=128
 
-    Exit codes: 0 finished, 2 user error, 75 out of --max-time, 130 / 143 after SIGINT / SIGTERM (the last three saved).
+    Exit codes: 0 finished, 2 user error; saved: 75 out of --max-time, 130 SIGINT, 143 SIGTERM.
     """
     settings, sources = load_training_config(find_config(config), list(overrides or []))
     changes: dict[str, Any] = {
@@ -488,7 +480,7 @@ def pretrain_command(
         "compile_model": False if no_compile else None,
     }
     changes = {name: value for name, value in changes.items() if value is not None}
-    sources |= {name: "command line" for name in changes}
+    sources |= {yaml_key(name): COMMAND_LINE for name in changes}
     if no_checkpoint and settings.model_config.get("grad_checkpoint"):
         print("[warn] model.grad_checkpoint: true is explicit and wins over --no-checkpoint")
     settings = dataclasses.replace(settings, **changes)

@@ -13,10 +13,11 @@ _WARMUP_START = 0.01
 
 
 def lr_factor(opt_step: int, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
-    """lr(opt_step) / lr: 0.01 to 1 over ``warmup_steps``, then cosine to ``min_lr_ratio`` at ``max_steps`` and beyond.
+    """lr(opt_step) / lr: 0.01 to 1 over ``warmup_steps``, then cosine to ``min_lr_ratio``.
 
-    The closed form of LinearLR(0.01 -> 1), CosineAnnealingLR(max_steps - warmup_steps) in a SequentialLR; being a function of the
-    step alone, it cannot drift and a resumed run cannot differ.
+    The floor is reached at ``max_steps`` and holds beyond. The closed form of LinearLR(0.01 -> 1),
+    CosineAnnealingLR(max_steps - warmup_steps) in a SequentialLR; being a function of the step
+    alone, it cannot drift and a resumed run cannot differ.
     """
     if opt_step < warmup_steps:
         return _WARMUP_START + (1 - _WARMUP_START) * opt_step / warmup_steps
@@ -39,7 +40,7 @@ def build_schedule(optimizer: Optimizer, config: "TrainingConfig") -> LambdaLR:
 
 
 def resume_schedule(scheduler: LambdaLR, opt_step: int) -> None:
-    """Puts a schedule where it stands after ``opt_step`` optimizer steps; that number is all its state."""
+    """Puts a schedule where it stands after ``opt_step`` optimizer steps, all the state it has."""
     scheduler.last_epoch = opt_step
     scheduler._step_count = opt_step + 1
     rates = [

@@ -29,17 +29,20 @@ def train_step(
 ) -> tuple[dict[str, Any] | None, int]:
     """One micro-step, and the optimizer step when it closes an accumulation window.
 
-    Gradients are those of the summed loss; they are divided by the number of counted tokens of the whole window when it closes, so
-    every token weighs the same however the window is cut. A window with a non-finite loss or gradient norm changes nothing.
+    Gradients are those of the summed loss; they are divided by the number of counted tokens of the
+    whole window when it closes, so every token weighs the same however the window is cut. A window
+    with a non-finite loss or gradient norm changes nothing.
 
     Args:
         tokens, targets: (B, T) int64; targets of -100 do not count.
-        micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a multiple of the accumulation.
+        micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a
+            multiple of the accumulation.
         opt_steps: optimizer steps taken so far.
 
     Returns:
-        Metrics (0-d tensors on the model's device: loss_sum, tokens, loss; floats: lr; grad_norm at a window's end), or ``None`` when
-        the micro-step is known to be dropped; and the new count of optimizer steps.
+        Metrics (0-d tensors on the model's device: loss_sum, tokens, loss, and at a window's end
+        grad_norm; a float: lr), or ``None`` when the micro-step is known to be dropped; and the new
+        count of optimizer steps.
     """
     accumulation = config.gradient_accumulation_steps
     window = AccumulationWindow.of(optimizer)
@@ -53,7 +56,8 @@ def train_step(
         loss_sum = loss_sum.detach()
         window.add(loss_sum, count)
         metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
-        # On a CPU looking costs nothing; on a GPU it would stop the queue, so it waits for the window's end.
+        # On a CPU looking costs nothing; on a GPU it would stop the queue, so it waits for the
+        # window's end.
         if config.nan_guard and loss_sum.device.type == "cpu" and not torch.isfinite(loss_sum):
             window.drop(optimizer)
             log(f"[nan-guard] loss {float(loss_sum)} at micro_step {micro_step}: window dropped")
@@ -64,10 +68,12 @@ def train_step(
         norm = gradient_norm(parameters) * rescale
         if config.nan_guard and not bool(torch.isfinite(norm + window.loss_sum)):
             window.drop(optimizer)
-            log(f"[nan-guard] gradient norm {float(norm)} at micro_step {micro_step}: window dropped")
+            problem = f"gradient norm {float(norm)} at micro_step {micro_step}"
+            log(f"[nan-guard] {problem}: window dropped")
             metrics = None
         else:
-            scale_gradients(parameters, rescale * (config.max_grad_norm / (norm + 1e-6)).clamp_max(1))
+            clip = (config.max_grad_norm / (norm + 1e-6)).clamp_max(1)
+            scale_gradients(parameters, rescale * clip)
             optimizer.step()
             scheduler.step()
             opt_steps += 1

@@ -9,7 +9,10 @@ EXIT_OUT_OF_TIME = 75
 
 
 class StopRequest:
-    """Turns SIGINT, SIGTERM and a time limit into a wish that the loop reads once a micro-step; a second signal kills at once."""
+    """Turns SIGINT, SIGTERM and a time limit into a wish that the loop reads once a micro-step.
+
+    A second signal kills at once.
+    """
 
     def __init__(self, max_time_sec: float):
         self._deadline = time.monotonic() + max_time_sec if max_time_sec else math.inf

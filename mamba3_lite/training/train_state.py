@@ -11,7 +11,10 @@ from mamba3_lite.training.guard import SpikeAlarm
 
 @dataclass
 class TrainState:
-    """Where a run stands. At a window boundary this, the weights, the moments and the generators are the whole run."""
+    """Where a run stands.
+
+    At a window boundary this, the weights, the moments and the generators are the whole run.
+    """
 
     opt_step: int = 0
     micro_step: int = 0
@@ -21,7 +24,7 @@ class TrainState:
     strikes: int = 0  # dropped windows in a row
     first_strike_sample: int = 0
     rollbacks: int = 0  # since the last checkpoint that holds progress
-    skip_spans: list[list[int]] = field(default_factory=list)  # [start, stop) global samples
+    skip_spans: list[tuple[int, int]] = field(default_factory=list)  # [start, stop) global samples
     log_loss_sum: float = 0.0  # of the log window that is still open
     log_tokens: int = 0
     spike: SpikeAlarm = field(default_factory=SpikeAlarm)
@@ -41,4 +44,6 @@ class TrainState:
         if set(saved) != names:
             odd = sorted(set(saved) ^ names)
             raise UserError(f"The checkpoint's training state does not fit this version: {odd}.")
-        return cls(**{**saved, "spike": SpikeAlarm(**saved["spike"])})
+        # JSON knows no tuples.
+        spans = [(start, stop) for start, stop in saved["skip_spans"]]
+        return cls(**{**saved, "skip_spans": spans, "spike": SpikeAlarm(**saved["spike"])})

@@ -20,10 +20,12 @@ def evaluate(
     max_batches: int = 0,
     reset_every_token: bool = False,
 ) -> tuple[float, int]:
-    """(mean loss in nat per token, number of tokens) over all windows, or the first ``max_batches`` micro-batches.
+    """(mean loss in nat per token, number of tokens) over all windows.
 
-    ``reset_every_token`` makes every token a document of its own, so that the model sees no context but the current token: the
-    difference tells what the recurrent state is worth.
+    Args:
+        max_batches: stop after so many micro-batches; 0 takes all.
+        reset_every_token: makes every token a document of its own, so that the model sees no
+            context but the current token: the difference tells what the recurrent state is worth.
     """
     was_training = model.training
     model.eval()

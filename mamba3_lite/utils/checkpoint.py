@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mamba3_lite.errors import UserError
+from mamba3_lite.errors import UserError, reading
 
 FORMAT = "mamba3-lite checkpoint 1"
 _SUFFIX = {"model": "safetensors", "optim": "pt", "meta": "json"}  # in the order of publishing
@@ -147,29 +147,30 @@ class CheckpointManager:
         One log line tells which was loaded, one each which was passed over and why. Every hash is
         checked before anything is deserialised. Returns None only for None and a folder without any
         checkpoint file; raises ``UserError`` when the step asked for is absent or damaged, or when
-        checkpoints are there and none is intact.
+        checkpoints are there and none is intact, or the folder may not be read.
         """
-        self._finish_interrupted()
-        found = list(self._found())
-        if opt_step is not None:
-            try:
-                return self._read(opt_step)
-            except _NotIntact as reason:
-                raise UserError(
-                    f"checkpoint of step {opt_step} in {self.directory} cannot be used: {reason}; "
-                    f"steps available: {', '.join(map(str, self.steps())) or 'none'}"
-                ) from None
-        for step in reversed(found):
-            try:
-                return self._read(step)
-            except _NotIntact as reason:
-                self.log(f"[checkpoint] step {step} passed over: {reason}")
-        if not found:
-            return None
-        raise UserError(
-            f"{self.directory} holds no intact checkpoint (damaged or partial: steps "
-            f"{', '.join(map(str, found))}); restore one, or start in another checkpoint folder"
-        )
+        with reading(str(self.directory), "mend its permissions or choose another run folder"):
+            self._finish_interrupted()
+            found = list(self._found())
+            if opt_step is not None:
+                try:
+                    return self._read(opt_step)
+                except _NotIntact as reason:
+                    raise UserError(
+                        f"checkpoint of step {opt_step} in {self.directory} cannot be used: "
+                        f"{reason}; steps available: {', '.join(map(str, self.steps())) or 'none'}"
+                    ) from None
+            for step in reversed(found):
+                try:
+                    return self._read(step)
+                except _NotIntact as reason:
+                    self.log(f"[checkpoint] step {step} passed over: {reason}")
+            if not found:
+                return None
+            raise UserError(
+                f"{self.directory} holds no intact checkpoint (damaged or partial: steps "
+                f"{', '.join(map(str, found))}); restore one, or start in another checkpoint folder"
+            )
 
     def prune(self) -> None:
         """Remove complete checkpoints of ours that ``keep_last`` and ``keep_every`` do not keep.

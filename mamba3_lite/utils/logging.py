@@ -96,11 +96,13 @@ class TrainingLogger:
         self._progress: Progress | None = None
         if run_dir is None:
             return
+        # First: a refusal must not leave files behind.
+        wandb = _import_wandb() if env.is_set("WANDB_PROJECT") else None
         self._prepare_files(run_dir, resume_micro_step)
         if tensorboard:
             self._start_tensorboard(run_dir, resume_micro_step)
-        if env.is_set("WANDB_PROJECT"):
-            run = _Wandb(run_dir, config, wandb_id)
+        if wandb is not None:
+            run = _Wandb(wandb, run_dir, config, wandb_id)
             self.wandb_id = run.id
             self._sinks.append(run)
 
@@ -275,14 +277,9 @@ class _Wandb:
     logged again after a resume from an older checkpoint; with an axis of our own none is dropped.
     """
 
-    def __init__(self, run_dir: Path, config: dict[str, Any] | None, run_id: str | None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                f"WANDB_PROJECT is set but wandb cannot be imported ({error}); "
-                'pip install "mamba3-lite[wandb]" or unset WANDB_PROJECT'
-            ) from None
+    def __init__(
+        self, wandb: Any, run_dir: Path, config: dict[str, Any] | None, run_id: str | None
+    ) -> None:
         self._run = wandb.init(
             project=env.read("WANDB_PROJECT"),
             name=env.read("WANDB_RUN_NAME") or None,
@@ -303,6 +300,17 @@ class _Wandb:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"WANDB_PROJECT is set but wandb cannot be imported ({error}); "
+            'pip install "mamba3-lite[wandb]" or unset WANDB_PROJECT'
+        ) from None
+    return wandb
 
 
 class _Speed(ProgressColumn):

@@ -58,7 +58,7 @@ def test_default_production_block_is_finite_at_2048(path, autocast):
 
 @pytest.mark.parametrize("raw_dt", [-20.0, 0.0, 2.0, 50.0, 1000.0])
 def test_a_million_tokens_stay_finite_and_in_phase(raw_dt):
-    """Float32 against the float64 chunkwise path (itself held to the oracle), beta = pi and slow decay."""
+    """Float32 against the float64 path (itself held to the oracle), beta = pi and slow decay."""
     length = 2**20
     generator = torch.Generator("cuda").manual_seed(0)
 
