@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= plots
+RUN_DIR ?= runs/quickstart
 
 BIN := $(VENV)/bin
 # Progress bars help a person and only lengthen the log of an automatic run.
@@ -44,7 +45,7 @@ $(FOR_TESTS): pyproject.toml constraints.txt | $(CREATED)
 install: $(FOR_USE)
 
 quickstart: $(FOR_USE)
-	$(BIN)/mamba3-lite quickstart
+	$(BIN)/mamba3-lite quickstart --run-dir $(RUN_DIR)
 
 lint: $(FOR_TESTS)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Bad batches in a whole run: dropped windows, rollback, skipped spans, and giving up."""
 
+import dataclasses
 import math
 
 import pytest
@@ -83,6 +84,21 @@ def test_b12_rollback_restores_everything_skips_the_span_and_goes_on(tmp_path):
     clean.state.skip_spans.append((18, 30))
     clean.train()
     assert_same_weights(final_weights(tmp_path / "run"), final_weights(other / "run"))
+
+
+def test_b12_a_second_rollback_remembers_the_first(tmp_path):
+    """Bad, good, bad between two saves: each span is skipped once, and the run goes on."""
+    settings = config(
+        tmp_path, data_order="sequential", save_every=4, max_steps=3, nan_guard_max_consecutive=1,
+        warmup_steps=1, batch_size=1,
+    )  # fmt: skip
+    Pretrainer(dataclasses.replace(settings, max_steps=2)).train()
+    trainer = poisoned(settings, {5, 9})
+    trainer.config.max_steps = 8
+    assert trainer.train() == 0
+    assert trainer.state.skip_spans == [(4, 6), (8, 10)]
+    assert trainer.state.samples_seen == 8 * 2 + 4
+    assert trainer.state.tokens_seen == 8 * 2 * 24
 
 
 def test_b12_skipped_spans_survive_a_restart(tmp_path):

@@ -5,7 +5,7 @@ The state has a constant size.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -110,12 +110,31 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     was_training = model.training
     model.eval()
+    try:
+        return _decode(
+            model, prompts, max_new_tokens=max_new_tokens, seed=seed, eos_id=eos_id,
+            on_tokens=on_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        )  # fmt: skip
+    finally:
+        model.train(was_training)
+
+
+def _decode(
+    model: Mamba3Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    eos_id: int | None,
+    on_tokens: Callable[[Tensor], None] | None,
+    **sampling: Any,
+) -> list[list[int]]:
     logits, state = prefill(model, prompts)
     generator = torch.Generator(logits.device).manual_seed(seed)
     outputs: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
     for _ in range(max_new_tokens):
-        ids = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        ids = sample(logits, generator=generator, **sampling)
         for row, token in enumerate(ids.tolist()):
             running[row] = running[row] and token != eos_id
             if running[row]:
@@ -125,7 +144,6 @@ def generate(
         if on_tokens is not None:
             on_tokens(ids)
         logits, state = model.step(ids, state)
-    model.train(was_training)
     return outputs
 
 

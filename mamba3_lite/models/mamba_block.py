@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mamba3_lite.models import ssd_backends, ssd_rotated
 from mamba3_lite.models.mimo import MIMO
+from mamba3_lite.models.ssd_complex import Pair
 
 if TYPE_CHECKING:
     from mamba3_lite.models.transformer import ModelConfig
-
-Pair = tuple[Tensor, Tensor]
 
 # |Re A| never falls below this: a half-life of about 7,000 units of s.
 _SLOWEST_DECAY = 1e-4

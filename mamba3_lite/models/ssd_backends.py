@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from mamba3_lite.errors import UserError
-from mamba3_lite.models.ssd_complex import chunkwise, per_chunk_ssd_pytorch, ssd_naive_complex
+from mamba3_lite.models.ssd_complex import Pair, chunkwise, per_chunk_ssd_pytorch, ssd_naive_complex
 
-Pair = tuple[Tensor, Tensor]
 Run = Callable[..., tuple[Tensor, Tensor | None]]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mamba3_lite.errors import UserError
 
+Pair = tuple[Tensor, Tensor]
 PerChunk = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -149,7 +150,7 @@ def per_chunk_ssd_pytorch(
     return y.transpose(2, 3), state
 
 
-def _pad_time(t: Tensor, pad: int) -> Tensor:
+def pad_time(t: Tensor, pad: int) -> Tensor:
     """Appends ``pad`` zero steps along dimension 1."""
     return F.pad(t, (0, 0) * (t.dim() - 2) + (0, pad)) if pad else t
 
@@ -234,9 +235,9 @@ def chunkwise(
     compute = torch.complex128 if B_t.dtype == torch.complex128 else torch.complex64
     # Padding comes after softplus: s = 0 leaves the state untouched, so the final state is right
     # for any T.
-    s = _pad_time(softplus(dt.double()), pad)
-    b, c = (_pad_time(t.to(compute), pad).unflatten(1, (-1, chunk_size)) for t in (B_t, C_t))
-    xc = _pad_time(x.to(compute if x.is_complex() else compute.to_real()), pad)
+    s = pad_time(softplus(dt.double()), pad)
+    b, c = (pad_time(t.to(compute), pad).unflatten(1, (-1, chunk_size)) for t in (B_t, C_t))
+    xc = pad_time(x.to(compute if x.is_complex() else compute.to_real()), pad)
     xc = xc.unflatten(1, (-1, chunk_size))
 
     log_decay, phase = prefix_decay(A.real, A.imag, s, chunk_size)

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from mamba3_lite.models.ssd_complex import (
-    _pad_time,
+    Pair,
     causal_exponent,
     gated_exponents,
     pad_segments,
+    pad_time,
     prefix_decay,
     softplus,
 )
-
-Pair = tuple[Tensor, Tensor]
 
 
 def _rotate(state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,9 +65,9 @@ def run(
     pad = (size - length % size) % size
 
     def chunked(t: Tensor) -> Tensor:
-        return _pad_time(t.to(compute), pad).unflatten(1, (-1, size))
+        return pad_time(t.to(compute), pad).unflatten(1, (-1, size))
 
-    s = _pad_time(softplus(dt.double()), pad)
+    s = pad_time(softplus(dt.double()), pad)
     log_decay, phase = prefix_decay(*a, s, size)
     b_rot, c_rot = _rotated_operands(
         (chunked(b[0]), chunked(b[1])), (chunked(c[0]), chunked(c[1])), phase.to(compute)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mamba3_lite.models.transformer import Mamba3Transformer
 
@@ -59,6 +60,7 @@ class _HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         d_hidden, d_weight = ctx.saved_tensors
         (grad,) = grads

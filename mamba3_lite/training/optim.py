@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from mamba3_lite.training.pretrain import TrainingConfig
+    from mamba3_lite.training.config import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, config: "TrainingConfig") -> torch.optim.AdamW:
@@ -46,14 +46,16 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
     A complex entry counts with its modulus.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(_real_gradients(parameters))))
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies every gradient by a 0-d tensor, in place."""
+    torch._foreach_mul_(_real_gradients(parameters), factor)
+
+
+def _real_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Views of all gradients as real numbers, which the foreach kernels take."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    torch._foreach_mul_(real, factor)
+    return [torch.view_as_real(g) if g.is_complex() else g for g in gradients]

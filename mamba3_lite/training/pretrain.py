@@ -139,7 +139,9 @@ class Pretrainer:
             self.dataset = PretrainDataset(path, *shape)
         self.order = SampleOrder(self.dataset.n_windows, config.data_order, config.seed)
         self.val_dataset = None
-        if config.val_data_path:
+        if config.val_data_path and self.dry_run and not Path(config.val_data_path).exists():
+            self._notes.append(f"[dry-run] {config.val_data_path} does not exist: no validation")
+        elif config.val_data_path:
             self.val_dataset = PretrainDataset(config.val_data_path, *shape)
 
     def _check_data(self, meta: dict[str, Any]) -> None:
@@ -181,8 +183,7 @@ class Pretrainer:
         load_optimizer(self.optimizer, checkpoint.training["optimizer"], self.config)
         self.state = TrainState.from_dict(checkpoint.meta["state"])
         resume_schedule(self.scheduler, self.state.opt_step)
-        windows = self.state.micro_step // checkpoint.meta["config"]["gradient_accumulation_steps"]
-        self.state.micro_step = windows * self.config.gradient_accumulation_steps
+        self.state.align(self.config.gradient_accumulation_steps)
         torch.set_rng_state(checkpoint.training["random"]["cpu"])
         if self.device.type == "cuda" and "cuda" in checkpoint.training["random"]:
             torch.cuda.set_rng_state(checkpoint.training["random"]["cuda"])
@@ -246,7 +247,7 @@ class Pretrainer:
             self._micro_step(*next(batches))
             if self.state.micro_step % self.config.log_every == 0:
                 self._log_row()
-            if self.state.micro_step % self.config.gradient_accumulation_steps == 0:
+            if self.state.window_micro_step % self.config.gradient_accumulation_steps == 0:
                 rolled_back = self._close_window(last)
                 batches = self._batches() if rolled_back else batches
             if stop.code is not None:
@@ -273,7 +274,7 @@ class Pretrainer:
         metrics, opt_step = train_step(
             self.model, self.optimizer, self.scheduler, self.config, self.amp_context,
             self._guard_line, state.opt_step, tokens.to(self.device, non_blocking=True),
-            targets.to(self.device, non_blocking=True), state.micro_step,
+            targets.to(self.device, non_blocking=True), state.window_micro_step,
         )  # fmt: skip
         state.micro_step += 1
         state.samples_seen = advance(state.samples_seen, tokens.shape[0], state.skip_spans)
@@ -295,6 +296,7 @@ class Pretrainer:
             return self._strike()
         state.strikes = 0
         self._flush_losses()
+        state.tokens_seen += self._meter.window_tokens
         loss = self._meter.close_window()
         alarm = state.spike.check(loss)
         if alarm is not None:
@@ -323,7 +325,6 @@ class Pretrainer:
             if math.isfinite(value):
                 self.state.log_loss_sum += value
                 self.state.log_tokens += tokens
-                self.state.tokens_seen += tokens
                 self._meter.window_loss_sum += value
                 self._meter.window_tokens += tokens
             if "grad_norm" in metrics:
@@ -366,7 +367,6 @@ class Pretrainer:
             amp_context=self.amp_context,
             max_batches=self.config.eval_batches,
         )
-        self.last_val_loss = loss
         where = {"opt_step": self.state.opt_step, "micro_step": self.state.micro_step}
         self.logger.log_validation({**where, "val_loss": loss, "val_tokens": tokens})
 
@@ -374,7 +374,6 @@ class Pretrainer:
         """Writes a checkpoint, with ``boundary`` of the last one: an open window is replayed."""
         if self.checkpoints is None:
             return
-        self.state.rollbacks = 0
         state, random = self._boundary if boundary else (self.state, _random_state())
         meta = {
             "state": state.to_dict(),
@@ -387,6 +386,7 @@ class Pretrainer:
         at_end = boundary or state.opt_step >= self.config.max_steps
         try:
             self.checkpoints.save(state.opt_step, self.model.state_dict(), training, meta)
+            self.state.rollbacks = 0
         except CheckpointWriteError as problem:
             # The next may succeed, and the run is worth more than one file; the last has no next.
             where = {"opt_step": state.opt_step, "micro_step": state.micro_step}
@@ -419,7 +419,7 @@ class Pretrainer:
             raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
         self._restore(checkpoint)
         state = self.state
-        state.skip_spans.append((lost.first_strike_sample, lost.samples_seen))
+        state.skip_spans = [*lost.skip_spans, (lost.first_strike_sample, lost.samples_seen)]
         state.dropped_windows, state.rollbacks = lost.dropped_windows, lost.rollbacks + 1
         state.strikes = 0
         self._mark_boundary()

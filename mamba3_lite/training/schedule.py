@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 if TYPE_CHECKING:
-    from mamba3_lite.training.pretrain import TrainingConfig
+    from mamba3_lite.training.config import TrainingConfig
 
 _WARMUP_START = 0.01
 

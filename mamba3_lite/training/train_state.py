@@ -17,7 +17,8 @@ class TrainState:
     """
 
     opt_step: int = 0
-    micro_step: int = 0
+    micro_step: int = 0  # never goes down but in a rollback, so it orders the log
+    micro_offset: int = 0  # micro_step at which the windows of the present accumulation start
     samples_seen: int = 0  # position in the global sample stream, skipped spans included
     tokens_seen: int = 0  # tokens that were trained on
     dropped_windows: int = 0
@@ -28,6 +29,16 @@ class TrainState:
     log_loss_sum: float = 0.0  # of the log window that is still open
     log_tokens: int = 0
     spike: SpikeAlarm = field(default_factory=SpikeAlarm)
+
+    @property
+    def window_micro_step(self) -> int:
+        """micro_step counted so that windows end at multiples of the accumulation."""
+        return self.micro_step - self.micro_offset
+
+    def align(self, accumulation: int) -> None:
+        """At a window boundary: windows of ``accumulation`` micro-steps start here."""
+        if self.window_micro_step % accumulation:
+            self.micro_offset = self.micro_step
 
     def snapshot(self) -> "TrainState":
         """An independent copy."""
