@@ -62,7 +62,7 @@ class SpikeAlarm:
 
     _WINDOW = 16
     _WARM_UP = 16
-    _DEVIATIONS = 8.0
+    _DEVIATIONS = 12.0
     _AT_LEAST = 0.5  # nat
 
     def check(self, loss: float) -> str | None:
