@@ -64,8 +64,8 @@ campaigns: $(FOR_TESTS)
 # No virtual environment: a GPU machine has the torch that fits its driver.
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu needs a CUDA device; torch %s of $(PYTHON) sees none" % torch.__version__)'
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
-	PYTHONPATH=. $(PYTHON) tests/e2e_gpu_smoke.py
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) tests/e2e_gpu_smoke.py
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
