@@ -16,10 +16,12 @@ import torch
 import yaml
 
 from mamba3_lite.errors import UserError
+from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.training.compile import compile_blocks
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.schedule import lr_factor
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
-from mamba3_lite.utils.checkpoint import CheckpointManager
+from mamba3_lite.utils.checkpoint import CheckpointManager, load_weights
 from mamba3_lite.utils.logging import read_metrics
 from tests.runs import (
     MODEL,
@@ -258,3 +260,33 @@ def test_kills_at_random_moments_lose_nothing(tmp_path, kills):
     assert losses(killed / "run") == losses(quiet / "run")
     leftovers = [p.name for p in (killed / "run").iterdir() if "tmp" in p.name]
     assert leftovers == []
+
+
+# case B09 (the manager's own part is in test_checkpoint.py)
+@pytest.mark.parametrize("saved_compiled", [False, True])
+@pytest.mark.parametrize("loaded_compiled", [False, True])
+def test_acc9_b09_the_model_round_trips_compiled_and_plain(
+    tmp_path, saved_compiled, loaded_compiled
+):
+    """Same names either way, a strict load, equal logits to the bit, a tied head, a complex A."""
+    source, target = Mamba3Transformer(MODEL), Mamba3Transformer(MODEL)
+    ids = torch.arange(40)[None] % 97
+    with torch.no_grad():
+        source.layers[0].A.copy_(torch.tensor([-2.0 + 0.7j, -0.3 - 3.0j]))
+        want = source(ids)
+    for model, compiled in ((source, saved_compiled), (target, loaded_compiled)):
+        if compiled:
+            compile_blocks(model, "default")
+    CheckpointManager(tmp_path).save(1, source.state_dict(), {}, {})
+    loaded = CheckpointManager(tmp_path).load(1).model
+    load_weights(target, loaded)
+    assert target.lm_head.weight is target.embed.weight
+    assert torch.equal(target.layers[0].A, source.layers[0].A)
+    plain = Mamba3Transformer(MODEL)
+    load_weights(plain, target.state_dict())
+    assert torch.equal(plain(ids), want)
+    renamed = {**loaded, "layers.0.B": loaded["layers.0.A"]}
+    missing = {name: value for name, value in loaded.items() if name != "layers.1.A"}
+    for broken in (renamed, missing):
+        with pytest.raises(UserError, match=r"layers\.0\.B|layers\.1\.A"):
+            load_weights(plain, broken)
