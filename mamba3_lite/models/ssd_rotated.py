@@ -25,13 +25,19 @@ from mamba3_lite.models.ssd_complex import (
     pad_time,
     prefix_decay,
     softplus,
+    split_factor,
 )
 
 
 def _rotate(state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Multiplies the complex numbers (upper half + i lower half of dimension -2) by cos + i sin."""
+    """Complex product of (upper half + i lower half of dimension -2) with cos + i sin."""
     real, imag = state.chunk(2, -2)
     return torch.cat([real * cos - imag * sin, real * sin + imag * cos], -2)
+
+
+def _wide(t: Tensor) -> Tensor:
+    """One number a head, ready to multiply its (K, D) state."""
+    return t[..., None, None]
 
 
 def _rotated_operands(b: Pair, c: Pair, phase: Tensor) -> Pair:
@@ -77,27 +83,23 @@ def run(
     segments = None
     if segment_ids is not None:
         segments = pad_segments(segment_ids, pad).unflatten(1, (-1, size))
-    from_start, to_end, over_chunk = (
-        torch.exp(e).to(compute) for e in gated_exponents(log_decay, segments)
-    )
+    from_start, to_end, over_chunk = gated_exponents(log_decay, segments)
+    from_start, to_end = torch.exp(from_start).to(compute), torch.exp(to_end).to(compute)
     exponent = causal_exponent(log_decay.to(compute).transpose(2, 3), segments)
     y = ((c_rot @ b_rot.mT) * torch.exp(exponent)) @ xc
     added = (b_rot * to_end.transpose(2, 3)[..., None]).mT @ xc
 
+    # The true state leaves the chunk turned by its whole phase.
+    end = phase[:, :, -1]
+    added = _rotate(added, *(_wide(t.to(compute)) for t in (torch.cos(end), torch.sin(end))))
+    factors = (_wide(t.to(compute)).unbind(1) for t in split_factor(over_chunk, end))
     h = x.new_zeros(batch, heads, b_rot.shape[-1], channels, dtype=compute)
     if state is not None:
         h = state.to(compute)
-    end = phase[:, :, -1].to(compute)[..., None, None]
     starts = []
-    for added_c, decay_c, cos, sin in zip(
-        added.unbind(1),
-        over_chunk[..., None, None].unbind(1),
-        torch.cos(end).unbind(1),
-        torch.sin(end).unbind(1),
-        strict=True,
-    ):
+    for added_c, whole, real, imag in zip(added.unbind(1), *factors, strict=True):
         starts.append(h)
-        h = _rotate(decay_c * h + added_c, cos, sin)
+        h = whole * h + (_rotate(h, real, imag) + added_c)
     reading = c_rot * from_start.transpose(2, 3)[..., None]
     y = y + reading @ torch.stack(starts, 1)
     return y.transpose(2, 3).flatten(1, 2)[:, :length], h if return_state else None
@@ -110,9 +112,11 @@ def step(x: Tensor, b: Pair, c: Pair, dt: Tensor, a: Pair, state: Tensor) -> Pai
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     s = softplus(dt.double())
-    angle = (a[1].double() * s).to(compute)[..., None, None]
-    decay = torch.exp(a[0].double() * s).to(compute)[..., None, None]
+    whole, real, imag = (
+        _wide(t.to(compute)) for t in split_factor(a[0].double() * s, a[1].double() * s)
+    )
     written = torch.cat(b, -1).to(compute)[..., :, None] * x.to(compute)[..., None, :]
-    state = decay * _rotate(state.to(compute), torch.cos(angle), torch.sin(angle)) + written
+    state = state.to(compute)
+    state = whole * state + (_rotate(state, real, imag) + written)
     reading = torch.cat([c[0], -c[1]], -1).to(compute)
     return (reading[..., None, :] @ state).squeeze(-2), state
