@@ -19,6 +19,10 @@ COMMANDS = {
         "mamba3_lite.data.prepare:prepare_command",
         "Turn text and JSON-lines files into token shards.",
     ),
+    "inspect": (
+        "mamba3_lite.measure.consumption:inspect_command",
+        "Show what prepared data hold, and what a run would consume.",
+    ),
     "pretrain": (
         "mamba3_lite.training.pretrain:pretrain_command",
         "Pretrain a model from a YAML configuration; resumes by itself.",

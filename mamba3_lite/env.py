@@ -68,3 +68,9 @@ def read_int(name: str) -> int:
 def is_set(name: str) -> bool:
     """Whether a listed variable is set to a non-empty value."""
     return bool(os.environ.get(_listed(name).name))
+
+
+def for_child(import_root: str) -> dict[str, str]:
+    """This process's environment for a Python child that must import from ``import_root``."""
+    path = os.pathsep.join(filter(None, (import_root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}

@@ -76,7 +76,8 @@ def unigram_entropy(dataset: PretrainDataset) -> float:
     """
     counts = np.zeros(dataset.vocab_size, dtype=np.int64)
     for index in range(len(dataset)):
-        counts += np.bincount(dataset[index][1].numpy(), minlength=dataset.vocab_size)
+        targets = dataset[index][1].numpy()
+        counts += np.bincount(targets[targets >= 0], minlength=dataset.vocab_size)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 

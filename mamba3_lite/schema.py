@@ -135,7 +135,7 @@ def read_config(
     """
     resolved = ResolvedConfig()
     problems: list[str] = []
-    layers = [] if path is None else _read_chain(Path(path), [])
+    layers = [] if path is None else read_layers(Path(path), [])
     for variable, (key, text) in (environment or {}).items():
         section, _, name = key.partition(".")
         layers.append(({section: {name: text}}, f"environment variable {variable}"))
@@ -194,7 +194,7 @@ def _place_of(name: str, section: str, sections: Sections) -> str:
     return nearest(name, sections[section]) or f" (keys: {', '.join(sections[section])})"
 
 
-def _read_chain(path: Path, children: list[Path]) -> list[tuple[Mapping[str, Any], str]]:
+def read_layers(path: Path, children: list[Path]) -> list[tuple[Mapping[str, Any], str]]:
     """The file's layers, its ``base:`` (relative to the file) first."""
     if path.resolve() in [child.resolve() for child in children]:
         chain = " -> ".join(map(str, [*children, path]))
@@ -207,7 +207,7 @@ def _read_chain(path: Path, children: list[Path]) -> list[tuple[Mapping[str, Any
             raise UserError(
                 f"{path}: 'base:' must be the path of another YAML file, got {_shown(base)}."
             )
-        layers = _read_chain(path.parent / base, [*children, path])
+        layers = read_layers(path.parent / base, [*children, path])
     return [*layers, (content, str(path))]
 
 

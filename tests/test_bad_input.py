@@ -413,7 +413,7 @@ PREPARE = [
     prepared("missing input", nothing, ("nope.txt: no such file", "check the path"),
              "nope.txt", "--out", "new/out"),
     prepared("wrong extension", file("a.bin", "text"),
-             ("a.bin: cannot read files ending in '.bin'", "--suffix"), "a.bin", "--out", "out"),
+             ("a.bin: no torch.save'd tensor", "set kind: raw_uint32"), "a.bin", "--out", "out"),
     prepared("folder without text", lambda room: (room / "empty").mkdir(),
              ("empty: no file ending in .txt", "in this folder"), "empty", "--out", "out"),
     prepared("empty file", file("a.txt", ""), ("a.txt", "1 empty", "name files that hold text"),
@@ -422,9 +422,9 @@ PREPARE = [
              ("a.jsonl: no record has the field 'text'", "fields seen: body", "--text-field"),
              "a.jsonl", "--out", "new/out"),
     prepared("invalid UTF-8", file("a.txt", b"good\nbad \xff\n"),
-             ("a.txt:2: invalid UTF-8", "--invalid-utf8 replace"),
+             ("a.txt:2: invalid UTF-8", "(--invalid-utf8) to replace"),
              "a.txt", "--out", "new/out", "--invalid-utf8", "fail"),
-    prepared("broken JSON", JSONL, ("a.jsonl:2: broken JSON", "--invalid-utf8 replace"),
+    prepared("broken JSON", JSONL, ("a.jsonl:2: broken JSON", "(--invalid-utf8) to replace"),
              "a.jsonl", "--out", "out", "--invalid-utf8", "fail", "--text-field", "body"),
     prepared("unknown policy", file("a.txt", "text"), ("invalid_utf8", "'ignore'", "replace, skip"),
              "a.txt", "--out", "out", "--invalid-utf8", "ignore"),
@@ -607,7 +607,7 @@ def test_a_process_ends_the_same_way(room: Path, arguments: list[str], says: str
 def test_a_process_shows_the_traceback_of_a_fault(room: Path) -> None:
     planted = (
         "import mamba3_lite.data.prepare as module\n"
-        "module.list_files = lambda *ignored: 1 / 0\n"
+        "module.open_source = lambda *ignored, **also: 1 / 0\n"
         "from mamba3_lite.cli import main\n"
         "main(['prepare', 'a.txt', '--out', 'out'])\n"
     )

@@ -1,3 +1,4 @@
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from mamba3_lite.data import dataset as module
-from mamba3_lite.data.dataset import DummyDataset, PretrainDataset
+from mamba3_lite.data.dataset import DummyDataset, PretrainDataset, TokenStream
 from mamba3_lite.data.shards import ShardWriter
 from mamba3_lite.errors import UserError
 
@@ -211,3 +212,140 @@ def test_dummy_dataset_is_seeded() -> None:
     assert not torch.equal(data[3][0], x)
     with pytest.raises(IndexError):
         data[5]
+
+
+# Documents ---------------------------------------------------------------------------------------
+
+EOS = 99
+# The first has nothing but its EOS; borders fall inside windows, at their ends and between shards.
+LENGTHS = [1, 4, 3, 8, 1, 1, 15, 2, 5, 4]
+
+
+def documents(lengths: list[int]) -> np.ndarray:
+    ids = np.random.default_rng(1).integers(0, EOS, sum(lengths))
+    ids[np.cumsum(lengths) - 1] = EOS
+    return ids
+
+
+def write_indexed(folder: Path, lengths: list[int], **changes: Any) -> Path:
+    options: dict[str, Any] = {
+        "vocab_size": 100,
+        "eos_id": EOS,
+        "tokenizer_name": "toy",
+        "tokenizer_fingerprint": "ab" * 32,
+        "shard_size_tokens": 7,
+        "source_names": ["only"],
+    }
+    with ShardWriter(folder, **(options | changes)) as out:
+        out.append_documents(documents(lengths), lengths, [0] * len(lengths))
+    return folder
+
+
+def expected_segments(lengths: list[int], window: int) -> list[list[int]]:
+    """Document numbers of each window, counted token by token, from 0 in each."""
+    owner = [number for number, n in enumerate(lengths) for _ in range(n)]
+    count = (len(owner) - 1) // window
+    return [
+        [owner[w * window + i] - owner[w * window] for i in range(window)] for w in range(count)
+    ]
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("window", [1, 3, 8, 43])
+def test_segment_ids_change_where_a_document_begins(
+    indexed: bool, window: int, tmp_path: Path
+) -> None:
+    ids = documents(LENGTHS)
+    path = write_indexed(tmp_path / "a", LENGTHS) if indexed else write_shards(tmp_path / "a", ids)
+    data = PretrainDataset(path, window, 100, document_mode=True)
+    plain = PretrainDataset(path, window, 100)
+    items = [data[i] for i in range(len(data))]
+    assert len(items) == (sum(LENGTHS) - 1) // window
+    assert [item[2].tolist() for item in items] == expected_segments(LENGTHS, window)
+    for item, (x, y) in zip(items, (plain[i] for i in range(len(plain))), strict=True):
+        assert item[2].dtype == torch.int64 and item[2].shape == (window,)
+        assert torch.equal(item[0], x) and torch.equal(item[1], y)
+
+
+@pytest.mark.parametrize("document_mode", [True, False])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_c07_only_the_target_that_crosses_a_boundary_is_masked(
+    indexed: bool, document_mode: bool, tmp_path: Path
+) -> None:
+    # case C07: labels are shifted by exactly one; the one across a boundary may be left out
+    ids = documents(LENGTHS)
+    path = write_indexed(tmp_path / "a", LENGTHS) if indexed else write_shards(tmp_path / "a", ids)
+    data = PretrainDataset(path, 4, 100, document_mode=document_mode, mask_boundary_targets=True)
+    masked = 0
+    for i in range(len(data)):
+        x, y, *segments = data[i]
+        assert len(segments) == document_mode
+        assert x.tolist() == ids[4 * i : 4 * i + 4].tolist()
+        for j, (now, target) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
+            assert target == (-100 if now == EOS else ids[4 * i + j + 1])
+        masked += int((y == -100).sum())
+    assert masked == len(LENGTHS) - 1
+
+
+@pytest.mark.parametrize("kind", ["torch file", "torch folder"])
+def test_torch_tensors_have_the_tokenizers_documents(kind: str, tmp_path: Path) -> None:
+    ids = documents(LENGTHS)
+    ids[ids == EOS] = 50256
+    path = make(kind, tmp_path, ids)
+    data = PretrainDataset(path, 8, 50257, document_mode=True)
+    assert [data[i][2].tolist() for i in range(len(data))] == expected_segments(LENGTHS, 8)
+    with pytest.raises(UserError, match=r"end with id 50256 \(the EOS of tokenizer 'gpt2'\)"):
+        PretrainDataset(make(kind, tmp_path, ids % 97), 8, 97, document_mode=True)
+
+
+def test_the_index_counts_and_not_the_tokens(tmp_path: Path) -> None:
+    """With an index nothing looks for EOS: another id at the end changes no boundary."""
+    path = write_indexed(tmp_path / "a", LENGTHS, eos_id=98)
+    data = PretrainDataset(path, 8, 100, document_mode=True)
+    assert [data[i][2].tolist() for i in range(len(data))] == expected_segments(LENGTHS, 8)
+
+
+def test_c09_a_damaged_index_is_refused_before_training(tmp_path: Path) -> None:
+    # case C09: a cut or changed index must not be read as boundaries
+    path = write_indexed(tmp_path / "a", LENGTHS)
+    index = path / json.loads((path / "manifest.json").read_text())["index"]["documents"]["file"]
+    whole = index.read_bytes()
+    changed = bytearray(whole)
+    changed[8] ^= 1
+    index.write_bytes(changed)
+    with pytest.raises(UserError, match=r"documents\.bin: damaged document index"):
+        PretrainDataset(path, 8, 100, document_mode=True)
+    assert len(PretrainDataset(path, 8, 100)) == 5
+    index.write_bytes(whole[:-8])
+    with pytest.raises(UserError, match=r"documents\.bin"):
+        PretrainDataset(path, 8, 100, document_mode=True)
+    index.unlink()
+    with pytest.raises(UserError, match=r"documents\.bin"):
+        PretrainDataset(path, 8, 100, document_mode=True)
+
+
+def test_document_mode_pickles_without_its_index(tmp_path: Path) -> None:
+    lengths = [3] * 3000
+    path = write_indexed(tmp_path / "a", lengths, shard_size_tokens=100_000)
+    data = PretrainDataset(path, 8, 100, document_mode=True)
+    want = [data[i] for i in (0, 77)]
+    raw = pickle.dumps(data)
+    assert len(raw) < 8 * 3000
+    copy = pickle.loads(raw)
+    for i, item in zip((0, 77), want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(copy[i], item, strict=True))
+
+
+def test_a_stream_tells_where_a_token_lies(tmp_path: Path) -> None:
+    stream = TokenStream(write_shards(tmp_path / "a", np.arange(20)))
+    assert [stream.locate(p) for p in (0, 6, 7, 19)] == [(0, 0), (0, 6), (1, 0), (2, 5)]
+    assert stream.read(5, 16).tolist() == list(range(5, 16))
+    offsets, parts = zip(*stream.pieces(), strict=True)
+    assert offsets == (0, 7, 14) and np.concatenate(parts).tolist() == list(range(20))
+
+
+def test_dummy_windows_have_documents_on_request() -> None:
+    plain = DummyDataset(5, 8, 11, 3)[2]
+    x, y, segments = DummyDataset(5, 8, 11, 3, document_mode=True)[2]
+    assert torch.equal(x, plain[0]) and torch.equal(y, plain[1])
+    assert segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]

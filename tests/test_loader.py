@@ -1,4 +1,6 @@
 import itertools
+import multiprocessing
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mamba3_lite.data.dataset import PretrainDataset
+from mamba3_lite.data.dataset import PretrainDataset, WindowDataset
 from mamba3_lite.data.loader import SampleOrder, advance, make_loader, next_sample
+from mamba3_lite.data.shards import ShardWriter
 from mamba3_lite.errors import UserError
 
 T = 4
@@ -152,10 +155,123 @@ def test_loader_leaves_the_global_rng_alone(data: PretrainDataset) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_bad_token_in_a_worker_is_a_user_error(tmp_path: Path) -> None:
+def test_a_bad_token_is_one_user_error_at_its_batch(tmp_path: Path) -> None:
     path = tmp_path / "data.bin"
     torch.save(torch.arange(7 * T + 1), path)
     data = PretrainDataset(path, T, 100)
     data.vocab_size = 20
-    with pytest.raises(UserError, match="token 20 has id 20"):
-        windows(data, SampleOrder(7), 7, start_sample=0, batch_size=1, num_workers=1)
+    for workers in (0, 1):
+        loader = make_loader(
+            data, SampleOrder(7), start_sample=0, batch_size=1, num_workers=workers
+        )
+        # Read ahead or not, the batches before it come first.
+        assert [int(next(loader)[0][0, 0]) for _ in range(4)] == [0, 4, 8, 12]
+        with pytest.raises(UserError) as caught:
+            next(loader)
+        # One line, without the traceback that torch sends along from a worker.
+        assert str(caught.value).startswith(f"{path}: token 20 has id 20, outside 0..19")
+        assert "\n" not in str(caught.value)
+
+
+# Documents, ranks, workers -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> PretrainDataset:
+    """Seventeen windows of 4 with documents, in document mode and with masked targets."""
+    lengths = [5, 1, 7, 20, 2, 2, 30, 3]
+    ids = np.arange(sum(lengths))
+    ids[np.cumsum(lengths) - 1] = 99
+    with ShardWriter(
+        tmp_path / "packed", vocab_size=100, eos_id=99, tokenizer_name="toy",
+        tokenizer_fingerprint="ab" * 32, shard_size_tokens=19, source_names=["only"],
+    ) as out:  # fmt: skip
+        out.append_documents(ids, lengths, [0] * len(lengths))
+    return PretrainDataset(
+        tmp_path / "packed", T, 100, document_mode=True, mask_boundary_targets=True
+    )
+
+
+def drawn(data: PretrainDataset, order: SampleOrder, n_batches: int, **options: Any) -> list[Any]:
+    """Every row of the first batches, all its columns in one list."""
+    return [
+        torch.cat(row).tolist()
+        for batch in itertools.islice(make_loader(data, order, **options), n_batches)
+        for row in zip(*batch, strict=True)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_resume_on_other_ranks_and_workers(
+    packed: PretrainDataset, order: str, workers: int
+) -> None:
+    # 1 -> 2 -> 4 ranks with an equal global batch, across epoch ends and a skipped span
+    plan, spans = SampleOrder(len(packed), order, 3), [(18, 23)]
+    whole = drawn(packed, plan, 7, start_sample=2, batch_size=8, skip_spans=spans)
+    assert whole[: len(packed) - 2] == [
+        torch.cat(packed[plan.window(s)]).tolist() for s in range(2, len(packed))
+    ]
+    resumed, position = [], 2
+    for world, batches in ((1, 2), (2, 2), (4, 3)):
+        ranks = [
+            drawn(
+                packed, plan, batches, start_sample=position, batch_size=8 // world,
+                skip_spans=spans, num_workers=workers if rank == 0 else 0, rank=rank,
+                world_size=world,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        resumed += [row for turn in zip(*ranks, strict=True) for row in turn]
+        position = advance(position, 8 * batches, spans)
+    assert resumed == whole
+
+
+def reading_threads() -> int:
+    return sum(thread.name.startswith("data") for thread in threading.enumerate())
+
+
+def test_the_reading_thread_ends_with_its_loader(data: PretrainDataset) -> None:
+    before = reading_threads()
+    loader = make_loader(data, SampleOrder(7), start_sample=0, batch_size=2)
+    next(loader)
+    assert reading_threads() == before + 1
+    del loader
+    assert reading_threads() == before
+
+
+def test_no_worker_outlives_its_loader(data: PretrainDataset) -> None:
+    loader = make_loader(data, SampleOrder(7), start_sample=0, batch_size=2, num_workers=2)
+    next(loader)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    del loader
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_batches_are_read_ahead_and_no_more(data: PretrainDataset) -> None:
+    read: list[int] = []
+
+    class Recorder(WindowDataset):
+        n_windows = 1000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            read.append(index)
+            return (torch.tensor([index]),)
+
+    loader = make_loader(Recorder(), SampleOrder(1000), start_sample=0, batch_size=1, prefetch=3)
+    for drawn_so_far in range(1, 6):
+        assert int(next(loader)[0]) == drawn_so_far - 1
+        for _ in range(1000):
+            if len(read) == drawn_so_far + 3:
+                break
+            threading.Event().wait(0.01)
+        assert read == list(range(drawn_so_far + 3))
+
+
+def test_batches_own_their_memory(data: PretrainDataset) -> None:
+    loader = make_loader(data, SampleOrder(7), start_sample=0, batch_size=2)
+    (x, y), (later, _) = next(loader), next(loader)
+    x.fill_(-1)
+    assert y.min() == 1 and later[0].tolist() == [8, 9, 10, 11] and x.is_contiguous()

@@ -31,7 +31,7 @@ def test_quickstart_from_corpus_to_sample(tmp_path, capsys, monkeypatch):
     assert len(everything) > 500 and sum(len(t.encode()) for _, t in everything) > 8e6
     assert any(name.startswith("help(") for name, _ in everything)
     monkeypatch.setattr(quickstart, "documents", lambda: iter(everything[::40]))
-    monkeypatch.setattr(quickstart, "VAL_FRACTION", 0.1)
+    monkeypatch.setattr(quickstart, "VAL_FRACTION", 0.4)
     assert run(tmp_path / "q", "training.max_time_sec=1e-6") == EXIT_OUT_OF_TIME
     assert "run the same command again" in capsys.readouterr().out
     assert run(tmp_path / "q") == 0

@@ -290,3 +290,30 @@ def test_acc9_b09_the_model_round_trips_compiled_and_plain(
     for broken in (renamed, missing):
         with pytest.raises(UserError, match=r"layers\.0\.B|layers\.1\.A"):
             load_weights(plain, broken)
+
+
+def test_a_signal_during_validation_ends_it_and_saves(tmp_path):
+    """A long validation does not keep a preempted job alive, and costs the run nothing."""
+
+    class SignalledDataset(torch.utils.data.Dataset):
+        def __init__(self, inner):
+            self.inner, self.read = inner, 0
+
+        def __len__(self):
+            return len(self.inner)
+
+        def __getitem__(self, index):
+            self.read += 1
+            if self.read == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return self.inner[index]
+
+    val = write_tokens(tmp_path / "val.bin", 24 * 60 + 1, seed=3)
+    settings = config(tmp_path, val_data_path=val, eval_interval=2)
+    trainer = Pretrainer(settings)
+    trainer.val_dataset = SignalledDataset(trainer.val_dataset)
+    assert trainer.train() == 143
+    assert trainer.val_dataset.read == 6, "two micro-batches of three, then no more"
+    assert CheckpointManager(tmp_path / "run").steps() == [2]
+    assert Pretrainer(settings).train() == 0
+    assert losses(tmp_path / "run")[-1][0] == 24

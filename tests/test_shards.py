@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mamba3_lite.data import shards as module
+from mamba3_lite.data import files as module
+from mamba3_lite.data.files import atomic_folder
 from mamba3_lite.data.shards import (
     HEADER_BYTES,
     MANIFEST,
     ShardWriter,
-    atomic_folder,
     open_shards,
     read_shard,
 )
@@ -218,3 +218,59 @@ def test_unwritable_place_is_a_user_error(tmp_path: Path) -> None:
         atomic_folder(tmp_path / "file" / "data"),
     ):
         raise AssertionError("must refuse before the block runs")
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """Documents of 3, 1, 9 and 2 tokens in shards of 6; sources b, a, b, b."""
+    with writer(tmp_path / "data", shard_size_tokens=6, source_names=["a", "b", "c"]) as out:
+        out.append_documents([1, 2, 99, 99], [3, 1], [1, 0])
+        out.append_documents(np.append(np.arange(8), [99, 7, 99]), [9, 2], [1, 1])
+    return tmp_path / "data"
+
+
+def test_document_index(indexed: Path) -> None:
+    assert (indexed / "documents.bin").read_bytes() == struct.pack("<4Q", 0, 3, 4, 13)
+    assert (indexed / "sources.bin").read_bytes() == struct.pack("<4H", 1, 0, 1, 1)
+    opened = open_shards(indexed)
+    assert opened.has_index
+    assert opened.document_starts().tolist() == [0, 3, 4, 13]
+    assert opened.document_sources().tolist() == [1, 0, 1, 1]
+    assert (opened.manifest["documents"], opened.manifest["tokens"]) == (4, 15)
+    assert opened.manifest["sources"] == [
+        {"name": "a", "documents": 1, "tokens": 1, "share": 1 / 15},
+        {"name": "b", "documents": 3, "tokens": 14, "share": 14 / 15},
+        {"name": "c", "documents": 0, "tokens": 0, "share": 0.0},
+    ]
+    for entry in opened.manifest["index"].values():
+        raw = (indexed / entry["file"]).read_bytes()
+        assert (entry["entries"], entry["sha256"]) == (4, hashlib.sha256(raw).hexdigest())
+
+
+def test_folder_without_an_index(folder: Path) -> None:
+    opened = open_shards(folder)
+    assert not opened.has_index
+    with pytest.raises(UserError, match="has no document index"):
+        opened.document_starts()
+
+
+@pytest.mark.parametrize(("name", "size"), [("documents.bin", 31), ("sources.bin", 10)])
+def test_cut_and_missing_index_is_refused(name: str, size: int, indexed: Path) -> None:
+    # case C09
+    os.truncate(indexed / name, size)
+    with pytest.raises(UserError, match=rf"{name}: {size} bytes, but 4 documents need"):
+        open_shards(indexed)
+    (indexed / name).unlink()
+    with pytest.raises(UserError, match=rf"{name}: cannot read this index"):
+        open_shards(indexed)
+
+
+def test_stream_and_documents_do_not_mix(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TypeError, match="append_documents"),
+        writer(tmp_path / "a", source_names=["a"]) as out,
+    ):
+        out.append([1])
+    with pytest.raises(TypeError, match="source_names"), writer(tmp_path / "b") as out:
+        out.append_documents([1], [1], [0])
+    assert list(tmp_path.iterdir()) == []

@@ -83,12 +83,12 @@ def test_damaged_gpt2_file_is_refused(
         content = packed if damage == "flip" else packed[: len(packed) // 2]
         (tmp_path / "assets" / asset.name).write_bytes(content)
     monkeypatch.setattr(module.resources, "files", lambda package: tmp_path)
-    module._gpt2_encoding.cache_clear()
+    module.gpt2_encoding.cache_clear()
     try:
         with pytest.raises(UserError, match="gpt2.tiktoken.xz.*damaged"):
             load_tokenizer("gpt2")
     finally:
-        module._gpt2_encoding.cache_clear()
+        module.gpt2_encoding.cache_clear()
 
 
 def test_json_tokenizer(json_tokenizer: Path) -> None:

@@ -7,6 +7,7 @@ last token of the window and y the first. Files are concatenated and windows may
 import bisect
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mamba3_lite.data.shards import MANIFEST, ShardHeader, is_shard, open_shards, read_shard
+from mamba3_lite.data.shards import (
+    MANIFEST,
+    ShardFolder,
+    ShardHeader,
+    is_shard,
+    open_shards,
+    read_shard,
+)
+from mamba3_lite.data.tokenizer import load_tokenizer
 from mamba3_lite.errors import UserError, reading
 
 Tokens = np.ndarray[Any, Any]
+
+# A target that does not count in the loss.
+IGNORE_INDEX = -100
 
 _SCAN_TOKENS = 1 << 22
 _FULL_SCAN_BYTES = 1 << 30
@@ -29,10 +41,11 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_PICKLE_MAGIC = b"\x80\x02"
 
 
-class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Item i is (x, y), both int64 (max_seq_len,). `IndexError` outside 0..n_windows-1.
+class WindowDataset(Dataset[tuple[Tensor, ...]]):
+    """Item i is (x, y), in document mode (x, y, segment_ids); each int64 (max_seq_len,).
 
-    `fingerprint` is equal for equal data wherever it lies: a resumed run compares it.
+    `IndexError` outside 0..n_windows-1. `fingerprint` is equal for equal data wherever it lies: a
+    resumed run compares it.
     """
 
     n_tokens: int
@@ -50,7 +63,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 @dataclass(frozen=True)
-class _TokenFile:
+class TokenFile:
     """One file of tokens; `header` is None for a `torch.save`d tensor."""
 
     path: Path
@@ -59,125 +72,252 @@ class _TokenFile:
     sha256: str | None = None
 
     def open(self) -> Tokens:
+        """The tokens (n_tokens,), memory-mapped, in the dtype of the file."""
         if self.header is not None:
             return read_shard(self.path).tokens()
         return _load_tensor(self.path).numpy()
 
 
-class PretrainDataset(WindowDataset):
-    """The tokens at `data_path` as windows for next-token prediction.
+class TokenStream:
+    """The tokens at a path as one long sequence, whatever the format.
 
-    `data_path`: a `torch.save`d int64 tensor (n,); a folder of `shard_*.bin` such tensors (in order
-    of name); a folder of our shards; or one such shard. All checks run here, before the first
-    opt_step: `UserError` for a missing path, an unknown or damaged format, fewer than
-    max_seq_len + 1 tokens, or an id outside 0..vocab_size-1. Pickles without its open files.
+    `path`: a `torch.save`d int64 tensor (n,); a folder of `shard_*.bin` such tensors (in order of
+    name); a folder of our shards; or one such shard. `UserError`: a missing path, an unknown or
+    damaged format. Pickles without its open files.
     """
 
-    def __init__(self, data_path: str | Path, max_seq_len: int, vocab_size: int) -> None:
-        if max_seq_len < 1:
-            raise UserError(f"max_seq_len must be at least 1, not {max_seq_len}")
-        self.data_path = Path(data_path)
-        self.max_seq_len = max_seq_len
-        self.vocab_size = vocab_size
-        with reading(f"data path {data_path}", "correct the path or its permissions"):
-            self._files, manifest = _find_files(self.data_path)
-        self._ends = list(np.cumsum([f.n_tokens for f in self._files], dtype=np.int64).tolist())
-        self.n_tokens = self._ends[-1] if self._ends else 0
-        self.n_windows = (self.n_tokens - 1) // max_seq_len
-        if self.n_windows < 1:
-            raise UserError(
-                f"{self.data_path}: holds {self.n_tokens} tokens, but one window needs "
-                f"{max_seq_len + 1} (max_seq_len {max_seq_len} + 1); use more data or a smaller "
-                "max_seq_len"
-            )
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with reading(f"data path {path}", "correct the path or its permissions"):
+            self.files, self.folder = _find_files(self.path)
+        self._ends = list(np.cumsum([f.n_tokens for f in self.files], dtype=np.int64).tolist())
+        self.n_tokens: int = self._ends[-1] if self._ends else 0
         self._arrays: list[Tokens] | None = None
-        self._check_ids()
-        self.fingerprint = _fingerprint(self._files)
-        if self._files[0].header is not None:
-            self.tokenizer_fingerprint = self._files[0].header.tokenizer_sha256
-        if manifest is not None:
-            self.tokenizer_name = manifest["tokenizer"].get("name")
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self._check_index(index)
-        start = index * self.max_seq_len
-        window = self._read(start, start + self.max_seq_len + 1)
-        # Large shards are trusted by their header at the start, and a file may change under a run.
-        bad = _first_bad(window, self.vocab_size)
-        if bad is not None:
-            number = bisect.bisect_right(self._ends, start + bad)
-            first = self._ends[number] - self._files[number].n_tokens
-            raise self._bad_id(number, start + bad - first, int(window[bad]))
-        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+        self._starts: Tokens | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": None}
+        return {**self.__dict__, "_arrays": None, "_starts": None}
 
-    def _open_arrays(self) -> list[Tokens]:
+    @property
+    def header(self) -> ShardHeader | None:
+        """The first shard's header; None for `torch.save`d tensors."""
+        return self.files[0].header if self.files else None
+
+    @property
+    def arrays(self) -> list[Tokens]:
+        """The tokens of each file, memory-mapped."""
         if self._arrays is None:
-            self._arrays = [file.open() for file in self._files]
+            self._arrays = [file.open() for file in self.files]
         return self._arrays
 
-    def _read(self, start: int, stop: int) -> Tokens:
+    @property
+    def has_index(self) -> bool:
+        """Whether the data come with a document index."""
+        return self.folder is not None and self.folder.has_index
+
+    def document_starts(self) -> Tokens:
+        """Offset of every document's first token (n_documents,) int64, memory-mapped.
+
+        Only where `has_index`.
+        """
+        if self._starts is None:
+            assert self.folder is not None
+            # Offsets fit int64, and numpy would search an unsigned array by way of float64.
+            self._starts = self.folder.document_starts().view("<i8")
+        return self._starts
+
+    def check_index(self) -> None:
+        """Read the whole index once; `UserError` when it is not as it was written."""
+        assert self.folder is not None
+        entry = self.folder.manifest["index"]["documents"]
+        path = self.folder.path / entry["file"]
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                raise UserError(
+                    f"{path}: damaged document index (its SHA-256 is not the manifest's); prepare "
+                    "the data again, or copy the whole folder anew"
+                )
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(file number, offset in that file) of token `position`."""
+        number = bisect.bisect_right(self._ends, position)
+        return number, position - (self._ends[number] - self.files[number].n_tokens)
+
+    def read(self, start: int, stop: int) -> Tokens:
         """Tokens start..stop-1 as int64, one slice copied per file touched."""
-        arrays = self._open_arrays()
+        arrays = self.arrays
         out = np.empty(stop - start, np.int64)
         number = bisect.bisect_right(self._ends, start)
         position = start
         while position < stop:
-            first = self._ends[number] - self._files[number].n_tokens
+            first = self._ends[number] - self.files[number].n_tokens
             end = min(stop, self._ends[number])
             out[position - start : end - start] = arrays[number][position - first : end - first]
             position = end
             number += 1
         return out
 
+    def pieces(self) -> Iterator[tuple[int, Tokens]]:
+        """(offset, tokens) of the whole stream in pieces of flat memory, in the files' dtype."""
+        for end, array in zip(self._ends, self.arrays, strict=True):
+            first = end - len(array)
+            for start in range(0, len(array), _SCAN_TOKENS):
+                yield first + start, array[start : start + _SCAN_TOKENS]
+
+
+class PretrainDataset(WindowDataset):
+    """The tokens at `data_path` (see :class:`TokenStream`) as windows for next-token prediction.
+
+    Args:
+        document_mode: items are (x, y, segment_ids); ids count the documents of a window from 0.
+        mask_boundary_targets: the target that is the first token of a document, where the input is
+            the EOS of the one before, is IGNORE_INDEX.
+        tokenizer: whose EOS ends a document, for `torch.save`d tensors, which do not say.
+
+    All checks run here, before the first opt_step: `UserError` for what the stream refuses, fewer
+    than max_seq_len + 1 tokens, an id outside 0..vocab_size-1, a damaged document index.
+    """
+
+    def __init__(
+        self,
+        data_path: str | Path,
+        max_seq_len: int,
+        vocab_size: int,
+        *,
+        document_mode: bool = False,
+        mask_boundary_targets: bool = False,
+        tokenizer: str = "gpt2",
+    ) -> None:
+        if max_seq_len < 1:
+            raise UserError(f"max_seq_len must be at least 1, not {max_seq_len}")
+        self.stream = stream = TokenStream(data_path)
+        self.max_seq_len = max_seq_len
+        self.vocab_size = vocab_size
+        self.document_mode = document_mode
+        self.mask_boundary_targets = mask_boundary_targets
+        self.n_tokens = stream.n_tokens
+        self.n_windows = (self.n_tokens - 1) // max_seq_len
+        if self.n_windows < 1:
+            raise UserError(
+                f"{stream.path}: holds {self.n_tokens} tokens, but one window needs "
+                f"{max_seq_len + 1} (max_seq_len {max_seq_len} + 1); use more data or a smaller "
+                "max_seq_len"
+            )
+        self._check_ids()
+        self.fingerprint = _fingerprint(stream.files)
+        if stream.header is not None:
+            self.tokenizer_fingerprint = stream.header.tokenizer_sha256
+        if stream.folder is not None:
+            self.tokenizer_name = stream.folder.manifest["tokenizer"].get("name")
+        self._eos_id: int | None = None
+        if document_mode or mask_boundary_targets:
+            self._find_documents(tokenizer)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        self._check_index(index)
+        start = index * self.max_seq_len
+        window = self.stream.read(start, start + self.max_seq_len + 1)
+        # Large shards are trusted by their header at the start, and a file may change under a run.
+        bad = _first_bad(window, self.vocab_size)
+        if bad is not None:
+            raise self._bad_id(*self.stream.locate(start + bad), int(window[bad]))
+        x, y = window[:-1], window[1:]
+        if not (self.document_mode or self.mask_boundary_targets):
+            return torch.from_numpy(x), torch.from_numpy(y)
+        begins = self._document_begins(window, start)
+        if self.mask_boundary_targets:
+            y = y.copy()  # x lies in the same memory
+            y[begins - 1] = IGNORE_INDEX
+        if not self.document_mode:
+            return torch.from_numpy(x), torch.from_numpy(y)
+        ids = np.zeros(self.max_seq_len + 1, np.int64)
+        ids[begins] = 1
+        return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(ids[:-1].cumsum())
+
+    def _find_documents(self, tokenizer: str) -> None:
+        """Open the document index or, where there is none, learn the EOS id."""
+        if self.stream.has_index:
+            self.stream.check_index()
+            return
+        header = self.stream.header
+        self._eos_id = load_tokenizer(tokenizer).eos_id if header is None else header.eos_id
+        if self._eos_id >= self.vocab_size:
+            raise UserError(
+                f"{self.stream.path}: documents end with id {self._eos_id} (the EOS of tokenizer "
+                f"{tokenizer!r}), outside 0..{self.vocab_size - 1} (vocab_size {self.vocab_size}); "
+                "name the tokenizer of these data in data.tokenizer, or turn data.document_mode "
+                "and data.mask_boundary_targets off"
+            )
+
+    def _document_begins(self, window: Tokens, start: int) -> Tokens:
+        """Places 1..max_seq_len of the window at which another document begins."""
+        if self._eos_id is not None:
+            return np.flatnonzero(window[:-1] == self._eos_id) + 1
+        starts = self.stream.document_starts()
+        low, high = np.searchsorted(starts, (start + 1, start + len(window)))
+        return starts[low:high] - start
+
     def _check_ids(self) -> None:
         """Refuse ids outside the vocabulary: by a full scan, or by the headers of large shards."""
-        large = sum(file.path.stat().st_size for file in self._files) > _FULL_SCAN_BYTES
-        arrays = self._open_arrays()
-        for number, file in enumerate(self._files):
+        files, arrays = self.stream.files, self.stream.arrays
+        large = sum(file.path.stat().st_size for file in files) > _FULL_SCAN_BYTES
+        for number, file in enumerate(files):
             header = file.header
             if not (header and large and header.max_id < self.vocab_size):
                 bad = _first_bad(arrays[number], self.vocab_size)
                 if bad is not None:
                     raise self._bad_id(number, bad, int(arrays[number][bad]))
         # After the ids: a bad id is the more telling complaint.
-        for file in self._files:
+        for file in files:
             if file.header and file.header.vocab_size > self.vocab_size:
                 raise UserError(
                     f"{file.path}: written with a vocabulary of {file.header.vocab_size} ids, more "
                     f"than vocab_size {self.vocab_size}; use the model of that vocabulary"
                 )
 
-    def _bad_id(self, number: int, position: int, token: int) -> UserError:
+    def _bad_id(self, number: int, offset: int, token: int) -> UserError:
         return UserError(
-            f"{self._files[number].path}: token {position} has id {token}, outside "
+            f"{self.stream.files[number].path}: token {offset} has id {token}, outside "
             f"0..{self.vocab_size - 1} (vocab_size {self.vocab_size}); prepare the data with the "
             "model's tokenizer or correct vocab_size"
         )
 
 
 class DummyDataset(WindowDataset):
-    """`n_windows` windows of seeded uniform random ids: a wiring check without data."""
+    """`n_windows` windows of seeded uniform random ids: a wiring check without data.
 
-    def __init__(self, n_windows: int, max_seq_len: int, vocab_size: int, seed: int) -> None:
+    In document mode a window is two documents of equal length.
+    """
+
+    def __init__(
+        self,
+        n_windows: int,
+        max_seq_len: int,
+        vocab_size: int,
+        seed: int,
+        *,
+        document_mode: bool = False,
+    ) -> None:
         self.n_windows = n_windows
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
         self.seed = seed
+        self.document_mode = document_mode
         self.n_tokens = n_windows * max_seq_len + 1
         self.fingerprint = f"dummy:{n_windows}:{max_seq_len}:{vocab_size}:{seed}"
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         self._check_index(index)
         rng = np.random.default_rng([self.seed, index])
         window = rng.integers(self.vocab_size, size=self.max_seq_len + 1, dtype=np.int64)
-        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+        pair = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
+        if not self.document_mode:
+            return pair
+        return *pair, torch.arange(self.max_seq_len) * 2 // self.max_seq_len
 
 
-def _find_files(path: Path) -> tuple[list[_TokenFile], dict[str, Any] | None]:
-    """The token files of `path` in order, each opened once to learn its length."""
+def _find_files(path: Path) -> tuple[list[TokenFile], ShardFolder | None]:
+    """The token files of `path` in order, each opened once; and the folder if it is one of ours."""
     if not path.exists():
         raise UserError(f"data path {path} does not exist; prepare data or correct the path")
     if path.is_file():
@@ -186,10 +326,10 @@ def _find_files(path: Path) -> tuple[list[_TokenFile], dict[str, Any] | None]:
         folder = open_shards(path)
         hashes = [entry.get("sha256") for entry in folder.manifest["shards"]]
         files = [
-            _TokenFile(shard.path, shard.header.n_tokens, shard.header, sha256)
+            TokenFile(shard.path, shard.header.n_tokens, shard.header, sha256)
             for shard, sha256 in zip(folder.shards, hashes, strict=True)
         ]
-        return files, folder.manifest
+        return files, folder
     if (path / "train" / MANIFEST).is_file():
         raise UserError(f"data path {path} holds prepared splits; use {path / 'train'}")
     shards = sorted(path.glob("shard_*.bin"))
@@ -201,7 +341,7 @@ def _find_files(path: Path) -> tuple[list[_TokenFile], dict[str, Any] | None]:
     return [_probe_file(shard) for shard in shards], None
 
 
-def _probe_file(path: Path) -> _TokenFile:
+def _probe_file(path: Path) -> TokenFile:
     try:
         with path.open("rb") as file:
             start = file.read(4 * 1024)
@@ -210,9 +350,9 @@ def _probe_file(path: Path) -> _TokenFile:
         raise UserError(f"{path}: cannot read it ({exc.strerror})") from exc
     if ours:
         header = read_shard(path).header
-        return _TokenFile(path, header.n_tokens, header)
+        return TokenFile(path, header.n_tokens, header)
     if start.startswith(_ZIP_MAGIC):
-        return _TokenFile(path, _load_tensor(path).numel())
+        return TokenFile(path, _load_tensor(path).numel())
     if start.startswith(_OLD_PICKLE_MAGIC):
         raise UserError(f"{path}: saved in torch's old format; save it again with torch.save")
     whole = np.frombuffer(start[: len(start) // 4 * 4], "<u4")
@@ -257,7 +397,7 @@ def _first_bad(tokens: Tokens, vocab_size: int) -> int | None:
     return None
 
 
-def _fingerprint(files: list[_TokenFile]) -> str:
+def _fingerprint(files: list[TokenFile]) -> str:
     """SHA-256 over format, sizes, edges and manifest hashes; not over the paths."""
     records = []
     for file in files:

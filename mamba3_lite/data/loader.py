@@ -8,9 +8,12 @@ integer, the number of the next sample.
 import functools
 import hashlib
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -125,13 +128,16 @@ def make_loader(
     batch_size: int,
     skip_spans: Sequence[Span] = (),
     num_workers: int = 0,
+    prefetch: int = 2,
     pin_memory: bool = False,
     rank: int = 0,
     world_size: int = 1,
-) -> DataLoader[tuple[Tensor, Tensor]]:
-    """An endless loader of (x, y), both int64 (batch_size, max_seq_len).
+) -> Iterator[tuple[Tensor, ...]]:
+    """Batches for ever: what the dataset's items hold, each int64 (batch_size, max_seq_len).
 
-    The stream depends on `order`, `start_sample` and `skip_spans` only, not on workers.
+    `prefetch` batches are read ahead, by each of `num_workers` processes or, without any, by one
+    thread. The stream depends on `order`, `start_sample`, `skip_spans` and the rank only, and
+    nothing here draws from a global random generator.
     """
     sampler = StreamBatchSampler(
         order,
@@ -141,20 +147,55 @@ def make_loader(
         rank=rank,
         world_size=world_size,
     )
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         collate_fn=_collate,
         # Without its own generator every new iterator draws from torch's global one, and a
         # resumed run would no longer equal an uninterrupted one.
         generator=torch.Generator(),
     )
+    return _from_workers(loader) if num_workers else _from_thread(loader, prefetch)
 
 
-def _collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+def _from_workers(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    try:
+        yield from loader
+    except UserError as problem:
+        # torch puts the worker's traceback in front of the message.
+        raise UserError(str(problem).rpartition("UserError: ")[2].rstrip()) from problem
+
+
+def _from_thread(
+    loader: DataLoader[tuple[Tensor, ...]], prefetch: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """What the loader gives, read `prefetch` batches ahead while the caller computes.
+
+    The thread ends with the iterator. An error is raised at the batch that it belongs to.
+    """
+    batches = iter(loader)
+    set_up = None
+    if torch.cuda.is_initialized():
+        # A new thread starts on device 0, where every rank would then pin its memory.
+        set_up = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    pool = ThreadPoolExecutor(1, "data", initializer=set_up)
+    try:
+        pending = deque(pool.submit(next, batches) for _ in range(prefetch))
+        while True:
+            pending.append(pool.submit(next, batches))
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _collate(items: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    # numpy copies in this thread alone; torch would start threads that compete with the model's.
+    columns = zip(*items, strict=True)
+    return tuple(torch.from_numpy(np.stack([t.numpy() for t in column])) for column in columns)
 
 
 @functools.lru_cache(maxsize=8)

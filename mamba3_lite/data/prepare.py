@@ -1,62 +1,60 @@
-"""`mamba3-lite prepare`: local text and JSON-lines files to memory-mapped token shards.
+"""`mamba3-lite prepare`: text of every kind to memory-mapped token shards.
 
 `out/train` (and `out/val` when `val_fraction` > 0) are folders of shards; `out/prepare.json` holds
-the settings and the counts. `out` appears by one rename when everything is written.
+the settings and the counts, and is written last. Until then the work is in `out/.work`: parts that
+are finished stay finished, whatever ends the run, and the same command goes on from them.
 """
 
 import contextlib
-import hashlib
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from mamba3_lite.data.shards import (
-    DEFAULT_SHARD_SIZE_TOKENS,
-    ShardWriter,
-    atomic_folder,
-    open_shards,
+from mamba3_lite.data import ingest
+from mamba3_lite.data.config import PrepareJob, check_job, files_job, load_job, settings_of
+from mamba3_lite.data.encode import EncoderPool, usable_cores
+from mamba3_lite.data.files import (
+    clear_folder,
+    is_full_disk,
+    locked_folder,
+    new_folders,
+    sync_folder,
     write_json,
 )
-from mamba3_lite.data.sources import InvalidUtf8, Piece, SourceReader, list_files
+from mamba3_lite.data.pack import Packer
+from mamba3_lite.data.parts import DATABASE, State
+from mamba3_lite.data.progress import stage_bar
+from mamba3_lite.data.records import InvalidUtf8, Source
+from mamba3_lite.data.report import PrepareReport, report_from, summary
+from mamba3_lite.data.shards import (
+    DEFAULT_SHARD_SIZE_TOKENS,
+    DOCUMENTS,
+    MANIFEST,
+    SOURCES,
+    open_shards,
+)
+from mamba3_lite.data.sources import open_source
 from mamba3_lite.data.tokenizer import Tokenizer, load_tokenizer
+from mamba3_lite.data.verify import verify as verify_folders
 from mamba3_lite.errors import UserError
 
 REPORT = "prepare.json"
+WORK = ".work"
+STAGES = ("read", "pack", "verify")
+
+Stage = Literal["read", "pack", "verify"]
+Log = Callable[[str], None]
 
 # Raised when the same settings would give other bytes, so that old output is not taken for new.
-_OUTPUT_VERSION = 1
-_BATCH_CHARS = 1 << 21
-_BATCH_PIECES = 1024
-
-
-@dataclass
-class PrepareReport:
-    """What `prepare` wrote. Tokens include one EOS per document; bytes are UTF-8 bytes of text."""
-
-    train_path: str
-    val_path: str | None
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    val_documents: int = 0
-    val_tokens: int = 0
-    shards: int = 0
-    repaired: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    already_prepared: bool = False
-
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token."""
-        return self.text_bytes / self.tokens
+_OUTPUT_VERSION = 2
+_PACKED, _SETTINGS = "packed", "settings"
 
 
 def prepare(
@@ -70,321 +68,409 @@ def prepare(
     max_tokens: int | None = None,
     invalid_utf8: InvalidUtf8 = "replace",
     suffixes: Sequence[str] | None = None,
+    workers: int = 0,
     force: bool = False,
-    log: Callable[[str], None] = print,
+    log: Log = print,
     progress: bool = True,
 ) -> PrepareReport:
     """Write the documents of `inputs` (files and folders) as shards under `out/train`, `out/val`.
 
-    Each document is followed by one EOS. A document goes to validation by the hash of its text (of
-    its first 65,536 characters), so the split is stable and equal texts stay together.
-    `max_tokens` bounds train and validation together: the document that reaches it is cut so that
-    its EOS still fits. Blank documents and bad records are skipped and counted; a JSON-lines file
-    without `text_field` in any record is refused. `invalid_utf8` says what happens to invalid
+    Every document is taken as it is, in the order of reading, and followed by one EOS; cleaning,
+    duplicates and mixtures are for `prepare_job`. A document goes to validation by the hash of its
+    ids, so the split is stable and equal texts stay together. `max_tokens` bounds train and
+    validation together: the document that reaches it is cut so that its EOS still fits. Blank
+    documents and bad records are skipped and counted. `invalid_utf8` says what happens to invalid
     UTF-8, lone surrogates ("replace" by U+FFFD, "skip", "fail") and broken JSON lines (skipped,
     or "fail"). A finished `out` with the same settings and unchanged inputs is returned as it is;
-    any other is refused, unless `force`. `UserError` leaves nothing behind.
+    any other is refused, unless `force`. `UserError` leaves nothing behind but finished parts.
     """
-    _check_options(val_fraction, shard_size_tokens, max_tokens, invalid_utf8)
-    out = Path(out)
-    files = list_files(inputs, suffixes)
-    encoder = load_tokenizer(tokenizer)
-    settings = {
-        "output_version": _OUTPUT_VERSION,
-        "inputs": [_identity(path) for path in files],
-        "tokenizer": [tokenizer, encoder.fingerprint],
-        "text_field": text_field,
-        "val_fraction": val_fraction,
-        "shard_size_tokens": shard_size_tokens,
-        "max_tokens": max_tokens,
-        "invalid_utf8": invalid_utf8,
-    }
-    finished = _finished(out, settings, force)
-    if finished is not None:
-        log(f"[prepare] {out}: already prepared with these settings ({finished.tokens:,} tokens)")
-        return finished
-    total_bytes = sum(path.stat().st_size for path in files)
-    log(f"[prepare] {len(files):,} files, {total_bytes / 1e6:,.1f} MB -> {out}")
-    reader = SourceReader(text_field=text_field, invalid_utf8=invalid_utf8, log=log)
-    with atomic_folder(out, replace=force) as folder:
-        with contextlib.ExitStack() as stack:
-            packer = _Packer(stack, folder, encoder, val_fraction, shard_size_tokens, max_tokens)
-            bar = stack.enter_context(_progress_bar(total_bytes, progress))
-            for batch in _batches(_all_pieces(reader, files)):
-                ids = encoder.encode_batch([piece.text for piece in batch])
-                for piece, piece_ids in zip(batch, ids, strict=True):
-                    packer.add(piece, piece_ids)
-                bar(reader.bytes_read, packer)
-                if packer.full:
-                    break
-            packer.check(reader, files)
-        report = packer.report(out, reader)
-        # Relative paths: the folder may be moved, and equal runs give equal bytes.
-        stored = asdict(report) | {"train_path": "train", "val_path": report.val_path and "val"}
-        write_json(folder / REPORT, {"settings": settings, "report": stored})
+    job = files_job(inputs, out, text_field=text_field, suffixes=suffixes)
+    settings = replace(
+        job.prepare,
+        tokenizer=tokenizer,
+        val_fraction=val_fraction,
+        shard_size_tokens=shard_size_tokens,
+        max_tokens=max_tokens or 0,
+        invalid_utf8=invalid_utf8,
+        workers=workers,
+    )
+    job = replace(job, prepare=settings)
+    report = prepare_job(job, force=force, log=log, progress=progress)
+    assert report is not None
     return report
 
 
-class _Packer:
-    """Deal documents out to the training and the validation writer, within the token budget."""
+def prepare_job(
+    job: PrepareJob,
+    *,
+    only: Stage | None = None,
+    force: bool = False,
+    keep_work: bool = False,
+    check: bool = False,
+    log: Log = print,
+    progress: bool = True,
+) -> PrepareReport | None:
+    """Run the stages of `job`: read, pack, and with `check` verify.
+
+    Killed at any moment and run again, the output has the same bytes as an uninterrupted run's.
+
+    Args:
+        only: run this stage alone.
+        force: start over, and replace what an earlier `prepare` wrote once the new is complete.
+        keep_work: keep `out/.work` when everything is done.
+
+    Returns:
+        The report; None when only "read" or "verify" ran.
+
+    Raises:
+        UserError: a wrong setting or input, a full disk, an `out` that holds something else.
+    """
+    check_job(job)
+    if only is not None and only not in STAGES:
+        raise UserError(f"--only: unknown stage {only!r} (stages: {', '.join(STAGES)})")
+    if only == "pack" and force:
+        raise UserError("--force starts over and leaves nothing to pack; drop it or --only pack")
+    if only == "verify":
+        _verify(job, log, progress)
+        return None
+    invalid_utf8 = cast(InvalidUtf8, job.prepare.invalid_utf8)
+    sources = [open_source(config, invalid_utf8=invalid_utf8) for config in job.sources]
+    tokenizer = load_tokenizer(job.prepare.tokenizer)
+    run = _Run(job, sources, tokenizer, log, progress)
+    report = run.finished(force)
+    if report is None:
+        report = run.stages(only, force, keep_work)
+    elif not keep_work:
+        # Killed between the last rename and the end.
+        shutil.rmtree(run.work, ignore_errors=True)
+    if check and report is not None:
+        _verify(job, log, progress)
+    return report
+
+
+class _Run:
+    """One call of `prepare_job`."""
 
     def __init__(
         self,
-        stack: contextlib.ExitStack,
-        folder: Path,
-        encoder: Tokenizer,
-        val_fraction: float,
-        shard_size_tokens: int,
-        max_tokens: int | None,
+        job: PrepareJob,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        log: Log,
+        progress: bool,
     ) -> None:
-        self.val_fraction = val_fraction
-        self.max_tokens = max_tokens
-        self.text_bytes = 0
-        self.full = False
-        self._eos_id = encoder.eos_id
-        self._writers = [
-            stack.enter_context(
-                ShardWriter(
-                    folder / name,
-                    vocab_size=encoder.vocab_size,
-                    eos_id=encoder.eos_id,
-                    tokenizer_name=encoder.name,
-                    tokenizer_fingerprint=encoder.fingerprint,
-                    shard_size_tokens=shard_size_tokens,
-                )
-            )
-            for name in (("train", "val") if val_fraction > 0 else ("train",))
-        ]
-        self._writer = self._writers[0]
+        self.job = job
+        self.sources = sources
+        self.tokenizer = tokenizer
+        self.log = log
+        self.progress = progress
+        self.out = Path(job.prepare.out)
+        self.work = self.out / WORK
+        identities = {source.config.name: source.fingerprint() for source in sources}
+        self.settings = settings_of(job, lambda config: identities[config.name]) | {
+            "output_version": _OUTPUT_VERSION,
+            "tokenizer": [tokenizer.name, tokenizer.fingerprint],
+            "part_size": [ingest.PART_BYTES, ingest.PART_RECORDS],
+        }
 
-    @property
-    def documents(self) -> int:
-        return sum(writer.n_documents for writer in self._writers)
-
-    @property
-    def tokens(self) -> int:
-        return sum(writer.n_tokens for writer in self._writers)
-
-    def add(self, piece: Piece, ids: list[int]) -> None:
-        """Append one piece, and the EOS where its document ends or the budget does."""
-        if self.full:
-            return
-        raw = piece.text.encode("utf-8")
-        ends = piece.ends
-        if self.max_tokens is not None:
-            room = self.max_tokens - self.tokens
-            # The next document needs a token and its EOS.
-            self.full = len(ids) + ends >= room - 1
-            if len(ids) + 1 >= room:
-                ids, ends = ids[: room - 1], True
-        if piece.starts:
-            self._writer = self._writers[self._in_validation(raw)]
-        self._writer.append([*ids, self._eos_id] if ends else ids, documents=int(ends))
-        self.text_bytes += len(raw)
-
-    def check(self, reader: SourceReader, files: Sequence[Path]) -> None:
-        """Refuse a result without documents, in total or in one of the splits."""
-        if not self.documents:
-            skipped = ", ".join(f"{n} {reason}" for reason, n in reader.skipped.items())
-            more = f" (and {len(files) - 1} more)" if len(files) > 1 else ""
+    def finished(self, force: bool) -> PrepareReport | None:
+        """The report of an earlier, equal run; None when there is work to do."""
+        try:
+            if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+                return None
+            half_done = (self.work / DATABASE).is_file()
+            if not (self.out / REPORT).exists() and half_done:
+                return None
+            stored = json.loads((self.out / REPORT).read_text(encoding="utf-8"))
+            report = report_from(stored["report"])
+            changed = _changed(stored["settings"], self.settings)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            # --force must never delete a folder that prepare did not write.
             raise UserError(
-                f"{files[0]}{more}: holds no document with text (skipped: {skipped or 'none'}); "
-                "name files that hold text"
-            )
-        for writer in self._writers:
-            if not writer.n_documents:
-                raise UserError(
-                    f"val_fraction {self.val_fraction}: of {self.documents} documents none falls "
-                    f"into {writer.folder.name}; change the fraction or add documents"
-                )
-
-    def report(self, out: Path, reader: SourceReader) -> PrepareReport:
-        val = self._writers[1] if len(self._writers) > 1 else None
-        return PrepareReport(
-            train_path=str(out / "train"),
-            val_path=str(out / "val") if val else None,
-            documents=self.documents,
-            tokens=self.tokens,
-            text_bytes=self.text_bytes,
-            val_documents=val.n_documents if val else 0,
-            val_tokens=val.n_tokens if val else 0,
-            shards=sum(len(writer.manifest["shards"]) for writer in self._writers),
-            repaired=reader.repaired,
-            skipped=dict(reader.skipped),
-        )
-
-    def _in_validation(self, raw: bytes) -> bool:
-        digest = hashlib.blake2b(raw, digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self.val_fraction * 2**64
-
-
-def _check_options(
-    val_fraction: float, shard_size_tokens: int, max_tokens: int | None, invalid_utf8: str
-) -> None:
-    if not 0 <= val_fraction < 1:
-        raise UserError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    if shard_size_tokens < 1:
-        raise UserError(f"shard_size_tokens must be at least 1, not {shard_size_tokens}")
-    if max_tokens is not None and max_tokens < 2:
-        raise UserError(f"max_tokens must be at least 2 (a token and its EOS), not {max_tokens}")
-    policies = get_args(InvalidUtf8)
-    if invalid_utf8 not in policies:
-        raise UserError(f"invalid_utf8 must be one of {', '.join(policies)}, not {invalid_utf8!r}")
-
-
-def _identity(path: Path) -> list[Any]:
-    """What tells an input from another or a changed one without reading it."""
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-
-
-def _finished(out: Path, settings: dict[str, Any], force: bool) -> PrepareReport | None:
-    """The report of an earlier, equal run; None when there is work to do."""
-    try:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+                f"{self.out}: is not empty and no readable output of prepare; choose another folder"
+            ) from exc
+        if force or (changed and half_done):
             return None
-        stored = json.loads((out / REPORT).read_text(encoding="utf-8"))
-        report = PrepareReport(**stored["report"])
-        differing = [key for key in settings if stored["settings"].get(key) != settings[key]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        # --force must never delete a folder that prepare did not write.
-        raise UserError(
-            f"{out}: is not empty and no readable output of prepare; choose another folder"
-        ) from exc
-    if force:
-        return None
-    if differing:
-        raise UserError(
-            f"{out}: already holds data prepared otherwise (differs in: {', '.join(differing)}); "
-            "choose another folder, or replace it with --force"
-        )
-    report.train_path = str(out / "train")
-    report.val_path = str(out / "val") if report.val_path else None
-    try:
-        for path in filter(None, (report.train_path, report.val_path)):
-            open_shards(path)
-    except UserError as exc:
-        raise UserError(f"{exc} (replace {out} with --force)") from exc
-    report.already_prepared = True
-    return report
-
-
-def _all_pieces(reader: SourceReader, files: Iterable[Path]) -> Iterator[Piece]:
-    for path in files:
-        yield from reader.read(path)
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces so that the tokenizer's threads have work and memory stays flat."""
-    batch: list[Piece] = []
-    chars = 0
-    for piece in pieces:
-        batch.append(piece)
-        chars += len(piece.text)
-        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-@contextlib.contextmanager
-def _progress_bar(total_bytes: int, wanted: bool) -> Iterator[Callable[[int, _Packer], None]]:
-    """Yield a function (bytes read, packer) that draws the bar when stderr is a terminal."""
-    console = Console(stderr=True)
-    if not (wanted and console.is_terminal):
-        yield lambda bytes_read, packer: None
-        return
-    bar = Progress(
-        TextColumn("prepare"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%  {task.fields[rates]}  left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    begun = time.monotonic()
-    with bar:
-        task = bar.add_task("prepare", total=total_bytes, rates="")
-
-        def update(bytes_read: int, packer: _Packer) -> None:
-            seconds = max(time.monotonic() - begun, 1e-9)
-            rates = (
-                f"{packer.documents / seconds:,.0f} documents/s  "
-                f"{bytes_read / 1e6 / seconds:,.2f} MB/s  {packer.tokens / seconds:,.0f} tokens/s"
+        if changed:
+            raise UserError(
+                f"{self.out}: already holds data prepared otherwise (differs in: "
+                f"{', '.join(changed)}); choose another folder, or replace it with --force"
             )
-            bar.update(task, completed=bytes_read, rates=rates)
+        self._locate(report)
+        try:
+            for path in filter(None, (report.train_path, report.val_path)):
+                open_shards(path)
+        except UserError as exc:
+            raise UserError(f"{exc} (replace {self.out} with --force)") from exc
+        report.already_prepared = True
+        self.log(
+            f"[prepare] {self.out}: already prepared with these settings ({report.tokens:,} tokens)"
+        )
+        return report
 
-        yield update
+    def stages(self, only: Stage | None, force: bool, keep_work: bool) -> PrepareReport | None:
+        """Read and pack, or one of them."""
+        try:
+            with self._state(force) as state:
+                if not state.fact(_PACKED):
+                    self._read(state, only)
+                    if only == "read":
+                        return None
+                    self._pack(state)
+                report = self._put_in_place(state)
+        except (OSError, sqlite3.Error, UserError) as exc:
+            if not is_full_disk(exc):
+                raise
+            raise UserError(
+                f"{self.out}: no space left on the disk; free some and run the same command "
+                "again, it goes on from the last finished part"
+            ) from exc
+        if not keep_work:
+            shutil.rmtree(self.work)
+        return report
+
+    @contextlib.contextmanager
+    def _state(self, force: bool) -> Iterator[State]:
+        """The state in the work folder, which goes again when it comes to nothing."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(new_folders(self.work))
+                stack.enter_context(locked_folder(self.work))
+            except OSError as exc:
+                raise UserError(
+                    f"{self.out}: cannot write there ({exc.strerror}); choose another folder"
+                ) from exc
+            if force:
+                clear_folder(self.work)
+            state = State(self.work)
+            try:
+                self._accept(state)
+                yield state
+            except BaseException:
+                if state.has_documents():
+                    self.log(f"[prepare] finished parts are kept in {self.work}")
+                else:
+                    shutil.rmtree(self.work)
+                raise
+            finally:
+                state.close()
+
+    def _accept(self, state: State) -> None:
+        """Go on only from parts that the same settings made."""
+        stored = state.fact(_SETTINGS)
+        if stored is not None:
+            unread = {
+                f"source {config.name}"
+                for config in self.job.sources
+                if not state.has_parts(config.name)
+            }
+            changed = [name for name in _changed(stored, self.settings) if name not in unread]
+            if changed:
+                raise UserError(
+                    f"{self.work}: holds a half-done run with other settings (differs in: "
+                    f"{', '.join(changed)}); set them back, or start over with --force"
+                )
+        state.set_fact(_SETTINGS, self.settings)
+
+    def _read(self, state: State, only: Stage | None) -> None:
+        state.delete_uncommitted([config.name for config in self.job.sources])
+        reading = ingest.Ingest(self.job, self.sources, self.tokenizer, state, self.log)
+        if only == "pack":
+            if reading.next_source() is not None:
+                raise UserError(f"{self.work}: not all is read yet; run without --only pack")
+            return
+        finished = sum(len(state.parts(config.name)) for config in self.job.sources)
+        sizes = [source.total_bytes() for source in self.sources]
+        total = None if None in sizes else sum(cast(list[int], sizes))
+        size = "of unknown size" if total is None else f"{total / 1e6:,.1f} MB"
+        going_on = f", going on after {finished:,} finished parts" if finished else ""
+        self.log(f"[prepare] {len(sizes):,} sources, {size} -> {self.out}{going_on}")
+        workers = self.job.prepare.workers or usable_cores()
+        with (
+            EncoderPool[ingest.Batch](self.tokenizer, workers=workers) as pool,
+            stage_bar("read", total, wanted=self.progress) as bar,
+        ):
+            reading.run(pool, bar)
+
+    def _pack(self, state: State) -> None:
+        folder = self.work / _PACKED
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        packer = Packer(self.job, state, self.tokenizer)
+        sources, shards = packer.run(folder, progress=self.progress)
+        # Relative paths: the folder may be moved, and equal runs give equal bytes.
+        val = "val" if self.job.val_path else None
+        report = PrepareReport("." if self.job.flat else "train", val, shards, sources)
+        write_json(folder / REPORT, {"settings": self.settings, "report": report.stored()})
+        sync_folder(folder)
+        state.set_fact(_PACKED, True)
+
+    def _put_in_place(self, state: State) -> PrepareReport:
+        """Move what is packed to where it belongs; begun again after a kill, it goes on."""
+        if not state.fact("cleared"):
+            self._remove_old_output()
+            state.set_fact("cleared", True)
+        packed = self.work / _PACKED
+        moves = [(packed / "val", self.out / "val")]
+        if self.job.flat:
+            # The manifest comes last: a folder with a manifest is complete.
+            files = sorted((packed / "train").glob("*"), key=lambda path: path.name == MANIFEST)
+            moves += [(path, self.out / path.name) for path in files]
+        else:
+            moves.append((packed / "train", self.out / "train"))
+        for source, target in [*moves, (packed / REPORT, self.out / REPORT)]:
+            if source.exists():
+                source.rename(target)
+        sync_folder(self.out)
+        stored = json.loads((self.out / REPORT).read_text(encoding="utf-8"))
+        report = report_from(stored["report"])
+        self._locate(report)
+        return report
+
+    def _remove_old_output(self) -> None:
+        """Delete what an earlier `prepare` wrote, its report first, so half of it is not whole."""
+        (self.out / REPORT).unlink(missing_ok=True)
+        for path in (self.out / "train", self.out / "val"):
+            if path.exists():
+                shutil.rmtree(path)
+        for name in (MANIFEST, DOCUMENTS, SOURCES):
+            (self.out / name).unlink(missing_ok=True)
+        for path in self.out.glob("tokens_*.bin"):
+            path.unlink()
+
+    def _locate(self, report: PrepareReport) -> None:
+        report.train_path = str(self.job.train_path)
+        report.val_path = str(self.job.val_path) if self.job.val_path else None
+
+
+def _changed(stored: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    # As JSON keeps them: a tuple comes back as a list.
+    present = json.loads(json.dumps(present))
+    return [name for name in present if stored.get(name) != present[name]]
+
+
+def _verify(job: PrepareJob, log: Log, progress: bool) -> None:
+    tokens = verify_folders(job.train_path, job.val_path, progress=progress)
+    log(f"[prepare] {job.prepare.out}: verified, {tokens:,} tokens")
+
+
+_Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="One data or training configuration (.yaml); or text, JSON-lines and Parquet files, "
+        "and folders of them (read in sorted order)."
+    ),
+]
+_Out = Annotated[
+    str | None, typer.Option("--out", "-o", help="Folder to make: train/, val/, prepare.json.")
+]
+_Tokenizer = Annotated[
+    str | None, typer.Option(help="'gpt2' (built in), or the path of a tokenizer.json.")
+]
+_TextField = Annotated[
+    str | None, typer.Option(help="Field of a record that holds the text (files only).")
+]
+_Suffix = Annotated[
+    list[str] | None,
+    typer.Option(help="Read files with this ending instead; repeatable (files only)."),
+]
+_ValFraction = Annotated[
+    float | None, typer.Option(help="Share of the documents that goes to OUT/val.")
+]
+_ShardSize = Annotated[int | None, typer.Option(help="Tokens per shard file.")]
+_MaxTokens = Annotated[
+    int | None, typer.Option(help="Stop at this many tokens, train and val together; 0: all.")
+]
+_Seed = Annotated[int | None, typer.Option(help="Chooses the documents of the validation split.")]
+_InvalidUtf8 = Annotated[
+    str | None, typer.Option(help="Invalid UTF-8 and broken JSON lines: replace, skip or fail.")
+]
+_Workers = Annotated[
+    int | None, typer.Option(help="Tokenising processes; 0: one for each CPU core.")
+]
+_SkipClean = Annotated[
+    bool, typer.Option("--skip-clean", help="Drop no document for its text (configuration only).")
+]
+_SkipDedup = Annotated[
+    bool, typer.Option("--skip-dedup", help="Keep duplicate documents (configuration only).")
+]
+_Only = Annotated[str | None, typer.Option(help="Run one stage alone: read, pack or verify.")]
+_Verify = Annotated[
+    bool, typer.Option("--verify", help="Read everything again at the end and check it.")
+]
+_KeepWork = Annotated[bool, typer.Option("--keep-work", help="Keep OUT/.work when all is done.")]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Start over; replace what prepare wrote to OUT before.")
+]
 
 
 def prepare_command(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(help="Text files, .jsonl files, and folders (read in sorted order)."),
-    ],
-    out: Annotated[
-        str, typer.Option("--out", "-o", help="Folder to make: train/, val/ and prepare.json.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="'gpt2' (built in), or the path of a tokenizer.json.")
-    ] = "gpt2",
-    text_field: Annotated[
-        str, typer.Option(help="Field of a JSON-lines record that holds the text.")
-    ] = "text",
-    val_fraction: Annotated[
-        float, typer.Option(help="Share of the documents that goes to OUT/val.")
-    ] = 0.0,
-    shard_size_tokens: Annotated[
-        int, typer.Option(help="Tokens per shard file.")
-    ] = DEFAULT_SHARD_SIZE_TOKENS,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Stop at this many tokens, train and val together.")
-    ] = None,
-    invalid_utf8: Annotated[
-        str, typer.Option(help="Invalid UTF-8 and broken JSON lines: replace, skip or fail.")
-    ] = "replace",
-    suffix: Annotated[
-        list[str] | None,
-        typer.Option(help="Read files with this ending instead of the usual ones; repeatable."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an OUT that an earlier prepare wrote.")
-    ] = False,
+    inputs: _Inputs,
+    out: _Out = None,
+    tokenizer: _Tokenizer = None,
+    text_field: _TextField = None,
+    suffix: _Suffix = None,
+    val_fraction: _ValFraction = None,
+    shard_size_tokens: _ShardSize = None,
+    max_tokens: _MaxTokens = None,
+    seed: _Seed = None,
+    invalid_utf8: _InvalidUtf8 = None,
+    workers: _Workers = None,
+    skip_clean: _SkipClean = False,
+    skip_dedup: _SkipDedup = False,
+    only: _Only = None,
+    verify: _Verify = False,
+    keep_work: _KeepWork = False,
+    force: _Force = False,
 ) -> None:
-    """Turn text and JSON-lines files into token shards for pretraining.
+    """Turn text into token shards for pretraining.
 
-    Reads .txt, .md, .rst, .py (one document a file) and .jsonl (one document a record).
+    A configuration names sources: they are read, cleaned, freed of duplicates, tokenised, and mixed
+    by weight. Files alone are taken as they are. Stopped or killed, the same command goes on from
+    the last finished part.
 
-    Example: mamba3-lite prepare notes/ corpus.jsonl --out data/mine --val-fraction 0.01
+    Examples:
+
+    mamba3-lite prepare notes/ corpus.jsonl --out data/mine --val-fraction 0.01
+
+    mamba3-lite prepare configs/data/mamba2-default.yaml --out data/mix --max-tokens 1000000
     """
-    report = prepare(
-        inputs,
-        out,
-        tokenizer=tokenizer,
-        text_field=text_field,
-        val_fraction=val_fraction,
-        shard_size_tokens=shard_size_tokens,
-        max_tokens=max_tokens,
-        # typer before 0.19 knows no Literal; prepare checks the value.
-        invalid_utf8=cast(InvalidUtf8, invalid_utf8),
-        suffixes=suffix or None,
-        force=force,
-    )
-    Console().print(_summary(report))
-
-
-def _summary(report: PrepareReport) -> Table:
-    table = Table("prepared", "", show_header=False)
-    rows = {
-        "train": report.train_path,
-        "validation": report.val_path or "none",
-        "documents": f"{report.documents:,} ({report.val_documents:,} in validation)",
-        "tokens": f"{report.tokens:,} ({report.val_tokens:,} in validation)",
-        "bytes per token": f"{report.bytes_per_token:.2f}",
-        "shards": f"{report.shards:,}",
-        "documents repaired": f"{report.repaired:,}",
-        "skipped": ", ".join(f"{n:,} {reason}" for reason, n in report.skipped.items()) or "none",
+    if len(inputs) == 1 and inputs[0].endswith((".yaml", ".yml")) and not suffix:
+        job = _configured(inputs[0], text_field, skip_clean, skip_dedup)
+    else:
+        job = files_job(inputs, out or "", text_field=text_field or "text", suffixes=suffix or None)
+    given: dict[str, Any] = {
+        "out": out,
+        "tokenizer": tokenizer,
+        "val_fraction": val_fraction,
+        "shard_size_tokens": shard_size_tokens,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "invalid_utf8": invalid_utf8,
+        "workers": workers,
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    given = {name: value for name, value in given.items() if value is not None}
+    job = replace(job, prepare=replace(job.prepare, **given), flat=job.flat and out is None)
+    report = prepare_job(
+        job,
+        # typer before 0.19 knows no Literal; prepare_job checks the value.
+        only=cast(Stage | None, only),
+        force=force,
+        keep_work=keep_work,
+        check=verify,
+    )
+    if report is not None:
+        Console().print(summary(report))
+
+
+def _configured(
+    path: str, text_field: str | None, skip_clean: bool, skip_dedup: bool
+) -> PrepareJob:
+    if text_field is not None:
+        raise UserError(f"--text-field is for files; set field of each source in {path}")
+    job = load_job(path)
+    if skip_clean:
+        job = replace(job, clean=replace(job.clean, enabled=False))
+    if skip_dedup:
+        job = replace(job, dedup=replace(job.dedup, exact=False, near=False))
+    return job

@@ -4,16 +4,19 @@ Header, little-endian: magic 8s, version u32, dtype code u32 (1 = uint16, 2 = ui
 u64, vocabulary size u32, largest token id u32, EOS id u32, four zero bytes, SHA-256 of the
 tokenizer (32 bytes), zeros up to byte 128. A folder holds `tokens_00000.bin`, `tokens_00001.bin`,
 ... and `manifest.json`, and appears by a rename: a folder that exists is complete.
+
+Where the documents are known, two more files index them, without a header and little-endian:
+`documents.bin` (uint64, the start of every document in the token stream, global over the shards of
+the folder) and `sources.bin` (uint16, every document's place in the manifest's list "sources").
+Document i is tokens start[i] .. start[i+1]-1, the last one up to the end; its last token is the
+EOS. The manifest's "index" holds for "documents" and "sources" each the file, entries and SHA-256.
 """
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
-import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -23,17 +26,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mamba3_lite.data.files import atomic_folder, close_synced, write_json
 from mamba3_lite.errors import UserError
 
 MAGIC = b"M3LTOKEN"
 VERSION = 1
 HEADER_BYTES = 128
 MANIFEST = "manifest.json"
+DOCUMENTS = "documents.bin"
+SOURCES = "sources.bin"
 DEFAULT_SHARD_SIZE_TOKENS = 50_000_000
 
 _MEND = "prepare the data again, or copy the whole folder anew"
 _HEADER = struct.Struct("<8sIIQIII4x32s")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
+# Name in the manifest's "index": file, and type of an entry.
+_INDEX: dict[str, tuple[str, np.dtype[Any]]] = {
+    "documents": (DOCUMENTS, np.dtype("<u8")),
+    "sources": (SOURCES, np.dtype("<u2")),
+}
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -92,6 +103,27 @@ class ShardFolder:
     path: Path
     shards: tuple[Shard, ...]
     manifest: dict[str, Any]
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the starts and sources of the documents are known."""
+        return "index" in self.manifest
+
+    def document_starts(self) -> np.ndarray[Any, Any]:
+        """Global start of every document (documents,), uint64, memory-mapped and read-only."""
+        return self._read_index("documents")
+
+    def document_sources(self) -> np.ndarray[Any, Any]:
+        """Place of every document's source in `manifest["sources"]` (documents,), uint16."""
+        return self._read_index("sources")
+
+    def _read_index(self, name: str) -> np.ndarray[Any, Any]:
+        if not self.has_index:
+            raise UserError(f"{self.path}: has no document index; prepare the data again")
+        file, dtype = _INDEX[name]
+        if not self.manifest["documents"]:
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(self.path / file, dtype, "r"))
 
 
 def is_shard(path: Path) -> bool:
@@ -165,14 +197,32 @@ def open_shards(folder: str | Path) -> ShardFolder:
         if shard.header.tokenizer_sha256 != fingerprint:
             raise UserError(f"{shard.path}: another tokenizer than {manifest_path} names; {_MEND}")
         shards.append(shard)
+    _check_index(folder, manifest)
     return ShardFolder(folder, tuple(shards), manifest)
+
+
+def _check_index(folder: Path, manifest: dict[str, Any]) -> None:
+    """Refuse an index that is cut or missing; a folder without one is fine."""
+    for name in manifest.get("index", ()):
+        file, dtype = _INDEX[name]
+        path, expected = folder / file, manifest["documents"] * dtype.itemsize
+        try:
+            size = path.stat().st_size
+        except OSError as exc:
+            raise UserError(f"{path}: cannot read this index ({exc.strerror}); {_MEND}") from exc
+        if size != expected:
+            raise UserError(
+                f"{path}: {size} bytes, but {manifest['documents']} documents need {expected}; "
+                f"{_MEND}"
+            )
 
 
 class ShardWriter:
     """Write tokens as a folder of shards; a context manager.
 
     The folder appears under its name only when the block ends without an exception. `manifest`
-    holds the written manifest from then on.
+    holds the written manifest from then on. With `source_names` the documents are indexed: they
+    come whole through `append_documents` then, otherwise as a plain stream through `append`.
     """
 
     def __init__(
@@ -184,6 +234,7 @@ class ShardWriter:
         tokenizer_name: str,
         tokenizer_fingerprint: str,
         shard_size_tokens: int = DEFAULT_SHARD_SIZE_TOKENS,
+        source_names: Sequence[str] | None = None,
     ) -> None:
         if shard_size_tokens < 1:
             raise UserError(f"shard_size_tokens must be at least 1, not {shard_size_tokens}")
@@ -202,11 +253,15 @@ class ShardWriter:
         self._file: BufferedRandom | None = None
         self._shard_tokens = 0
         self._shard_max_id = 0
+        self._source_names = source_names
+        self._index: _IndexWriter | None = None
 
     def __enter__(self) -> "ShardWriter":
         self._partial = self._stack.enter_context(atomic_folder(self.folder))
         # Leaves the stack first, so the manifest is written before the folder is renamed.
         self._stack.push(self._seal)
+        if self._source_names is not None:
+            self._index = _IndexWriter(self._partial, self._source_names)
         return self
 
     def __exit__(
@@ -220,9 +275,28 @@ class ShardWriter:
     def append(self, tokens: ArrayLike, *, documents: int = 0) -> None:
         """Append ids (n,); `documents` is how many documents end with them.
 
-        Raises `ValueError` for an id outside the vocabulary.
+        Raises `ValueError` for an id outside the vocabulary, `TypeError` where documents are
+        indexed.
         """
-        ids = np.asarray(tokens, dtype=np.int64)
+        if self._index is not None:
+            raise TypeError("documents are indexed here: use append_documents")
+        self._append(tokens, documents)
+
+    def append_documents(self, tokens: ArrayLike, lengths: ArrayLike, sources: ArrayLike) -> None:
+        """Append whole documents, each with its EOS.
+
+        `tokens` (n,) are their ids one after another, `lengths` (d,) the tokens of each, which sum
+        to n, `sources` (d,) the places of their sources in `source_names`. `ValueError`: an id
+        outside the vocabulary; `TypeError`: no `source_names` were given.
+        """
+        if self._index is None:
+            raise TypeError("no document index here: give ShardWriter the source_names")
+        counts = np.asarray(lengths, dtype=np.int64)
+        self._index.add(self.n_tokens, counts, np.asarray(sources))
+        self._append(tokens, counts.size)
+
+    def _append(self, tokens: ArrayLike, documents: int) -> None:
+        ids = np.asarray(tokens)
         if ids.size:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.vocab_size:
@@ -257,11 +331,7 @@ class ShardWriter:
         )
         file.seek(0)
         file.write(header.pack())
-        file.flush()
-        os.fsync(file.fileno())
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        file.close()
+        digest = close_synced(file)
         name = Path(file.name).name
         self._entries.append({"file": name, "tokens": self._shard_tokens, "sha256": digest})
         self._file, self._shard_tokens, self._shard_max_id = None, 0, 0
@@ -273,10 +343,11 @@ class ShardWriter:
         trace: TracebackType | None,
     ) -> bool:
         if kind is not None:
-            if self._file is not None:
+            for file in (self._file, *(self._index.files.values() if self._index else ())):
                 # The folder is about to go: a failed flush must not hide the first error.
                 with contextlib.suppress(OSError):
-                    self._file.close()
+                    if file is not None:
+                        file.close()
             return False
         if self._file is not None:
             self._close_shard(self._file)
@@ -292,106 +363,46 @@ class ShardWriter:
             "shard_size_tokens": self.shard_size_tokens,
             "shards": self._entries,
         }
+        if self._index is not None:
+            self.manifest |= self._index.close()
         write_json(self._partial / MANIFEST, self.manifest)
         return False
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as indented JSON and fsync it."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+class _IndexWriter:
+    """Write where each document starts and whose it is, and count tokens by source."""
 
+    def __init__(self, folder: Path, source_names: Sequence[str]) -> None:
+        self.files = {name: (folder / file).open("w+b") for name, (file, _) in _INDEX.items()}
+        self._names = list(source_names)
+        self._documents = np.zeros(len(self._names), np.int64)
+        self._tokens = np.zeros(len(self._names), np.int64)
 
-@contextlib.contextmanager
-def atomic_folder(final: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `final` that takes its place when the block ends well.
+    def add(self, first: int, lengths: np.ndarray[Any, Any], sources: np.ndarray[Any, Any]) -> None:
+        """Documents of `lengths` tokens (d,) from token `first` on, of `sources` (d,)."""
+        starts = first + np.cumsum(lengths) - lengths
+        for name, values in (("documents", starts), ("sources", sources)):
+            self.files[name].write(values.astype(_INDEX[name][1]).tobytes())
+        size = len(self._names)
+        self._documents += np.bincount(sources, minlength=size)
+        # The weights of bincount are float64: exact below 2^53 tokens a call.
+        self._tokens += np.bincount(sources, lengths, size).astype(np.int64)
 
-    On an exception it is removed, with every parent folder made for it. `final` must not exist or
-    be empty, unless `replace`. `UserError`: it is not empty, it cannot be written, the disk is
-    full, or another process writes it.
-    """
-    final = Path(final).resolve()
-    partial = final.with_name(f".{final.name}.partial")
-    with contextlib.ExitStack() as stack:
-        try:
-            if not replace and final.exists() and (final.is_file() or any(final.iterdir())):
-                raise UserError(f"{final}: exists and is not empty; choose another folder")
-            stack.enter_context(_new_parents(final.parent))
-            stack.enter_context(_claim(partial))
-        except OSError as exc:
-            raise UserError(
-                f"{final}: cannot write there ({exc.strerror}); choose another folder"
-            ) from exc
-        try:
-            yield partial
-            _sync_folder(partial)
-            _put_in_place(partial, final)
-        except BaseException as exc:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"{final}: no space left on the disk ({exc.strerror}); nothing was kept"
-                ) from exc
-            raise
-
-
-@contextlib.contextmanager
-def _new_parents(parent: Path) -> Iterator[None]:
-    """Make `parent`; after an exception remove again the folders that were missing."""
-    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for folder in missing:
-                folder.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _claim(partial: Path) -> Iterator[None]:
-    """Make `partial`, empty, for this process alone.
-
-    A lock tells a killed run's leftovers, which are cleared, from a run in progress.
-    """
-    # Imported here so that reading shards works where there is no fcntl.
-    import fcntl
-
-    partial.mkdir(exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise UserError(f"{partial}: another process is writing here; wait for it") from exc
-        for leftover in partial.iterdir():
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    old = final.with_name(f".{final.name}.old")
-    if final.exists() and any(final.iterdir()):
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is durable only once the folder that holds the name is synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def close(self) -> dict[str, Any]:
+        """Sync both files; their part of the manifest."""
+        documents, tokens = self._documents.tolist(), self._tokens.tolist()
+        total = max(sum(tokens), 1)
+        return {
+            "index": {
+                name: {
+                    "file": _INDEX[name][0],
+                    "entries": sum(documents),
+                    "sha256": close_synced(file),
+                }
+                for name, file in self.files.items()
+            },
+            "sources": [
+                {"name": name, "documents": d, "tokens": t, "share": t / total}
+                for name, d, t in zip(self._names, documents, tokens, strict=True)
+            ],
+        }

@@ -79,19 +79,19 @@ class Gpt2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         if len(text) <= MAX_PIECE_CHARS:
-            return _gpt2_encoding().encode_ordinary(text)
+            return gpt2_encoding().encode_ordinary(text)
         ids: list[int] = []
         for piece in split_text(text):
-            ids += _gpt2_encoding().encode_ordinary(piece)
+            ids += gpt2_encoding().encode_ordinary(piece)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(len(text) > MAX_PIECE_CHARS for text in texts):
             return [self.encode(text) for text in texts]
-        return _gpt2_encoding().encode_ordinary_batch(list(texts), num_threads=2)
+        return gpt2_encoding().encode_ordinary_batch(list(texts), num_threads=2)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return _gpt2_encoding().decode([int(i) for i in ids])
+        return gpt2_encoding().decode([int(i) for i in ids])
 
 
 class JsonTokenizer:
@@ -126,7 +126,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises `UserError` for an unknown name, a missing or damaged file, or a file without an EOS.
     """
     if name == "gpt2":
-        _gpt2_encoding()
+        gpt2_encoding()
         return Gpt2Tokenizer()
     if not name.endswith(".json"):
         raise UserError(
@@ -156,7 +156,7 @@ def split_text(text: str, limit: int = MAX_PIECE_CHARS) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=1)
-def _gpt2_encoding() -> tiktoken.Encoding:
+def gpt2_encoding() -> tiktoken.Encoding:
     ranks = {}
     for line in _gpt2_ranks_file().splitlines():
         token, rank = line.split()

@@ -74,6 +74,10 @@ class TrainingConfig:
     max_time_sec: float = _knob(0.0, "save and stop after this many seconds; 0: no limit")
     max_rollbacks: int = _knob(3, "rollbacks without progress before the run gives up")
     tensorboard: bool = _knob(True, "write TensorBoard files when the package is there")
+    document_mode: bool = _knob(False, "reset the state at document boundaries")
+    mask_boundary_targets: bool = _knob(
+        False, "do not train on the target that crosses a document boundary"
+    )
     data: DataConfig = field(
         default_factory=DataConfig, metadata={"help": "what prepare reads", "resume": "free"}
     )
@@ -119,7 +123,10 @@ _RENAMED = {
     "data_path": "train_data_path",
     "data_order": "order",
 }
-_DATA_FIELDS = ("data_path", "val_data_path", "data_order", "num_workers")
+_DATA_FIELDS = (
+    "data_path", "val_data_path", "data_order", "num_workers", "document_mode",
+    "mask_boundary_targets",
+)  # fmt: skip
 
 SECTIONS: Sections = {
     "model": keys_of("model", ModelConfig),

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mamba3_lite.data.dataset import IGNORE_INDEX
 from mamba3_lite.models.transformer import Mamba3Transformer
 
-IGNORE_INDEX = -100
 _PIECE_ELEMENTS = 2**28
 
 
@@ -81,13 +81,15 @@ def next_token_loss(
     """(summed loss, number of counted tokens), both 0-d.
 
     Tokens and targets are (B, T); a target of IGNORE_INDEX does not count. Any module that maps ids
-    (B, T) to logits (B, T, V) can be trained; ours goes through :func:`head_loss`.
+    (B, T) to logits (B, T, V) can be trained; ours goes through :func:`head_loss`. Segment ids
+    (B, T) reset the state where they change; a module of another kind must take them by keyword.
     """
     count = (targets != IGNORE_INDEX).sum()
     if isinstance(model, Mamba3Transformer):
         hidden = model.hidden(tokens, segment_ids=segment_ids)
         return head_loss(hidden, model.lm_head.weight, targets), count
-    logits = model(tokens).flatten(0, 1)
+    segments = {} if segment_ids is None else {"segment_ids": segment_ids}
+    logits = model(tokens, **segments).flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return loss, count

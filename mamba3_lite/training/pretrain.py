@@ -38,7 +38,7 @@ from mamba3_lite.training.schedule import build_schedule, resume_schedule
 from mamba3_lite.training.step import train_step
 from mamba3_lite.training.stop import StopRequest
 from mamba3_lite.training.train_state import TrainState
-from mamba3_lite.training.validation import evaluate
+from mamba3_lite.training.validation import EvaluationStopped, evaluate
 from mamba3_lite.utils.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -128,21 +128,23 @@ class Pretrainer:
             self.checkpoints.log = self.logger.info
 
     def _open_data(self) -> None:
-        config, path = self.config, self.config.data_path
-        shape = (config.max_seq_len, config.vocab_size)
+        config, path, val_path = self.config, self.config.data_path, self.config.val_data_path
+        shape, documents = (config.max_seq_len, config.vocab_size), config.document_mode
+        masked, tokenizer = config.mask_boundary_targets, config.data.tokenizer
+        rules = {"document_mode": documents, "mask_boundary_targets": masked}
         self.dataset: PretrainDataset | DummyDataset
         if self.dry_run and not Path(path).exists():
             self._notes.append(f"[dry-run] {path} does not exist: random tokens instead")
             windows = DRY_RUN_OPT_STEPS * config.samples_per_step
-            self.dataset = DummyDataset(windows, *shape, config.seed)
+            self.dataset = DummyDataset(windows, *shape, config.seed, document_mode=documents)
         else:
-            self.dataset = PretrainDataset(path, *shape)
+            self.dataset = PretrainDataset(path, *shape, **rules, tokenizer=tokenizer)
         self.order = SampleOrder(self.dataset.n_windows, config.data_order, config.seed)
         self.val_dataset = None
-        if config.val_data_path and self.dry_run and not Path(config.val_data_path).exists():
-            self._notes.append(f"[dry-run] {config.val_data_path} does not exist: no validation")
-        elif config.val_data_path:
-            self.val_dataset = PretrainDataset(config.val_data_path, *shape)
+        if val_path and self.dry_run and not Path(val_path).exists():
+            self._notes.append(f"[dry-run] {val_path} does not exist: no validation")
+        elif val_path:
+            self.val_dataset = PretrainDataset(val_path, *shape, **rules, tokenizer=tokenizer)
 
     def _check_data(self, meta: dict[str, Any]) -> None:
         if meta["data_fingerprint"] != self.dataset.fingerprint:
@@ -232,6 +234,7 @@ class Pretrainer:
             self.logger.close()
             return EXIT_DONE
         with self.logger, StopRequest(config.max_time_sec) as stop:
+            self._stop = stop
             self.logger.progress(last, state.opt_step)
             code = self._train_to(last, stop)
             if self.dry_run and code == EXIT_DONE:
@@ -256,25 +259,24 @@ class Pretrainer:
                 return stop.code
         return EXIT_DONE
 
-    def _batches(self) -> Iterator[Any]:
-        return iter(
-            make_loader(
-                self.dataset,
-                self.order,
-                start_sample=self.state.samples_seen,
-                batch_size=self.config.batch_size,
-                skip_spans=self.state.skip_spans,
-                num_workers=self.config.num_workers,
-                pin_memory=self.device.type == "cuda",
-            )
+    def _batches(self) -> Iterator[tuple[Tensor, ...]]:
+        return make_loader(
+            self.dataset,
+            self.order,
+            start_sample=self.state.samples_seen,
+            batch_size=self.config.batch_size,
+            skip_spans=self.state.skip_spans,
+            num_workers=self.config.num_workers,
+            pin_memory=self.device.type == "cuda",
         )
 
-    def _micro_step(self, tokens: Tensor, targets: Tensor) -> None:
+    def _micro_step(self, *batch: Tensor) -> None:
         state = self.state
+        tokens, targets, *documents = (t.to(self.device, non_blocking=True) for t in batch)
         metrics, opt_step = train_step(
             self.model, self.optimizer, self.scheduler, self.config, self.amp_context,
-            self._guard_line, state.opt_step, tokens.to(self.device, non_blocking=True),
-            targets.to(self.device, non_blocking=True), state.window_micro_step,
+            self._guard_line, state.opt_step, tokens, targets, state.window_micro_step,
+            segment_ids=documents[0] if documents else None,
         )  # fmt: skip
         state.micro_step += 1
         state.samples_seen = advance(state.samples_seen, tokens.shape[0], state.skip_spans)
@@ -359,14 +361,14 @@ class Pretrainer:
 
     def _validate(self) -> None:
         assert self.val_dataset is not None
-        loss, tokens = evaluate(
-            self.model,
-            self.val_dataset,
-            batch_size=self.config.batch_size,
-            device=self.device,
-            amp_context=self.amp_context,
-            max_batches=self.config.eval_batches,
-        )
+        try:
+            loss, tokens = evaluate(
+                self.model, self.val_dataset, batch_size=self.config.batch_size,
+                max_batches=self.config.eval_batches, device=self.device,
+                amp_context=self.amp_context, should_stop=lambda: self._stop.code is not None,
+            )  # fmt: skip
+        except EvaluationStopped:
+            return
         where = {"opt_step": self.state.opt_step, "micro_step": self.state.micro_step}
         self.logger.log_validation({**where, "val_loss": loss, "val_tokens": tokens})
 

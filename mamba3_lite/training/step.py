@@ -26,6 +26,8 @@ def train_step(
     tokens: Tensor,
     targets: Tensor,
     micro_step: int,
+    *,
+    segment_ids: Tensor | None = None,
 ) -> tuple[dict[str, Any] | None, int]:
     """One micro-step, and the optimizer step when it closes an accumulation window.
 
@@ -37,6 +39,7 @@ def train_step(
         tokens, targets: (B, T) int64; targets of -100 do not count.
         micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a
             multiple of the accumulation.
+        segment_ids: (B, T) document numbers; the model's state is reset where they change.
         opt_steps: optimizer steps taken so far.
 
     Returns:
@@ -51,7 +54,7 @@ def train_step(
     metrics: dict[str, Any] | None = None
     if not window.dropped:
         with amp_context:
-            loss_sum, count = next_token_loss(model, tokens, targets)
+            loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
         (loss_sum / window.divisor).backward()
         loss_sum = loss_sum.detach()
         window.add(loss_sum, count)

@@ -1,5 +1,6 @@
 """Loss over a validation split, without any influence on training."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -7,6 +8,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from mamba3_lite.training.losses import next_token_loss
+
+
+class EvaluationStopped(Exception):
+    """The caller asked for an end before the last window."""
 
 
 @torch.no_grad()
@@ -19,23 +24,32 @@ def evaluate(
     amp_context: AbstractContextManager,
     max_batches: int = 0,
     reset_every_token: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, int]:
-    """(mean loss in nat per token, number of tokens) over all windows.
+    """(mean loss in nat per token, number of counted tokens) over all windows.
+
+    Items of the dataset are (x, y), or (x, y, segment_ids) to reset the state between documents.
 
     Args:
         max_batches: stop after so many micro-batches; 0 takes all.
         reset_every_token: makes every token a document of its own, so that the model sees no
             context but the current token: the difference tells what the recurrent state is worth.
+        should_stop: asked before each micro-batch.
+
+    Raises:
+        EvaluationStopped: ``should_stop`` said so.
     """
     was_training = model.training
     model.eval()
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
     try:
-        for i, (x, y) in enumerate(DataLoader(dataset, batch_size=batch_size)):
+        for i, batch in enumerate(DataLoader(dataset, batch_size=batch_size)):
             if max_batches and i >= max_batches:
                 break
-            x, y = x.to(device), y.to(device)
-            segments = None
+            if should_stop():
+                raise EvaluationStopped
+            x, y, *documents = (part.to(device) for part in batch)
+            segments = documents[0] if documents else None
             if reset_every_token:
                 segments = torch.arange(x.shape[1], device=device).expand_as(x)
             with amp_context:
