@@ -138,3 +138,14 @@ def test_validation_is_chosen_by_key_and_seed() -> None:
     # A larger fraction keeps what is there.
     assert validation_mask(keys, seed=0, val_fraction=0.2)[first].all()
     assert not validation_mask(keys, seed=0, val_fraction=0.0).any()
+
+
+def test_a_source_of_few_long_documents_does_not_empty_validation() -> None:
+    train, val = split_quotas(
+        [5000, 5000], [3, 100], [1, 1], max_tokens=0, val_fraction=0.02, on_exhausted="stop"
+    )
+    assert train == [5000, 5000] and val == [3, 100]
+    train, val = split_quotas(
+        [5000, 5000], [60, 100], [1, 1], max_tokens=0, val_fraction=0.02, on_exhausted="stop"
+    )
+    assert val == [60, 60], "where there is enough, the weights are kept"

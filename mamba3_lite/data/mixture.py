@@ -81,13 +81,20 @@ def split_quotas(
     """(training, validation) tokens to take of each source, from the tokens (sources,) of each.
 
     `max_tokens` (0: no limit) bounds both together; validation gets `val_fraction` of it. Documents
-    are not repeated in validation.
+    are not repeated in validation. Where keeping the weights would leave it less than half of its
+    fraction, because a source of few long documents has hardly any there, the others fill up.
     """
     val_budget = val_budget_of(max_tokens, val_fraction)
     policy = "stop" if on_exhausted == "repeat" else on_exhausted
     val_taken = quotas(val, weights, val_budget, policy) if val_fraction else [0] * len(val)
     train_budget = max_tokens - sum(val_taken) if max_tokens else None
-    return quotas(train, weights, train_budget, on_exhausted), val_taken
+    train_taken = quotas(train, weights, train_budget, on_exhausted)
+    due = int((sum(train_taken) + sum(val_taken)) * Fraction(repr(val_fraction)))
+    if 2 * sum(val_taken) < due:
+        val_taken = quotas(val, weights, due, "continue")
+        train_budget = max_tokens - sum(val_taken) if max_tokens else None
+        train_taken = quotas(train, weights, train_budget, on_exhausted)
+    return train_taken, val_taken
 
 
 def tokens_needed(
