@@ -17,7 +17,7 @@ COMMANDS = {
     ),
     "prepare": (
         "mamba3_lite.data.prepare:prepare_command",
-        "Turn text and JSON-lines files into token shards.",
+        "Turn text into token shards: files, Parquet, data sets, weighted mixes.",
     ),
     "inspect": (
         "mamba3_lite.measure.consumption:inspect_command",

@@ -23,8 +23,8 @@ from mamba3_lite.data.prepare import prepare
 from mamba3_lite.data.tokenizer import load_tokenizer
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference.generate import generate, load_model
-from mamba3_lite.schema import COMMAND_LINE
-from mamba3_lite.training.config import find_config, load_training_config, yaml_key
+from mamba3_lite.schema import COMMAND_LINE, find_config
+from mamba3_lite.training.config import load_training_config, yaml_key
 from mamba3_lite.training.pretrain import EXIT_DONE, Pretrainer
 from mamba3_lite.training.validation import evaluate
 from mamba3_lite.utils.logging import read_metrics

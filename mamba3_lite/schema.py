@@ -8,6 +8,7 @@ inheritance, and a record of where each value came from.
 import dataclasses
 import difflib
 import io
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,3 +261,13 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str,
             OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         )
     return content
+
+
+def find_config(path: str | Path) -> Path:
+    """The file itself, or outside a checkout the copy of ``configs/...`` in the package."""
+    package = Path(__file__).resolve().parent
+    for candidate in (Path(path), package / path, package.parent / path):
+        # Not Path.is_file: that raises for a folder which may not be entered.
+        if os.path.isfile(candidate):
+            return candidate
+    return Path(path)

@@ -3,15 +3,19 @@
 import ast
 import dataclasses
 import functools
+import gzip
+import json
 import math
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +24,15 @@ import typer
 import yaml
 
 from mamba3_lite import cli, env
-from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.data import ingest, shards
+from mamba3_lite.data.clean import CleanConfig
+from mamba3_lite.data.config import DedupConfig, PrepareConfig, check_job, load_job
+from mamba3_lite.data.mixture import OnExhausted
+from mamba3_lite.data.prepare import STAGES
+from mamba3_lite.data.records import InvalidUtf8, SourceConfig
+from mamba3_lite.data.report import PrepareReport, SourceReport
+from mamba3_lite.data.shards import ShardHeader, ShardWriter
+from mamba3_lite.data.sources import _SUFFIXES, KINDS
 from mamba3_lite.measure import parity
 from mamba3_lite.models import arithmetic
 from mamba3_lite.models.mamba_block import stable_decay
@@ -34,6 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mamba3_lite"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+DATA = "docs/references/data.md"
 PRODUCTION = ROOT / "configs" / "pretrain_a100_400m.yaml"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -262,9 +275,7 @@ def test_python_examples_run(page: Path) -> None:
 
 
 def test_the_numpy_reader_of_the_data_page_reads_our_shards(tmp_path: Path) -> None:
-    (source,) = [
-        b for b in blocks(ROOT / "docs/references/data.md", "python") if "read_tokens" in b
-    ]
+    (source,) = [b for b in blocks(ROOT / DATA, "python") if "read_tokens" in b]
     space: dict = {}
     exec(source, space)
     for vocab_size in (500, 70_000):
@@ -277,6 +288,81 @@ def test_the_numpy_reader_of_the_data_page_reads_our_shards(tmp_path: Path) -> N
             writer.append(ids)
         parts = [space["read_tokens"](p) for p in sorted(folder.glob("tokens_*.bin"))]
         assert np.array_equal(np.concatenate(parts), ids)
+    folder, lengths = tmp_path / "indexed", [700, 1, 299]
+    with small_writer(folder) as writer:
+        writer.append_documents(ids % 500, lengths, [0, 1, 0])
+    documents = space["read_documents"](folder)
+    assert [len(document) for document in documents] == lengths
+    assert np.array_equal(np.concatenate(documents), ids % 500)
+
+
+def small_writer(folder: Path) -> ShardWriter:
+    return ShardWriter(
+        folder, vocab_size=500, eos_id=7, tokenizer_name="t", tokenizer_fingerprint="ab" * 32,
+        shard_size_tokens=600, source_names=["a", "b"],
+    )  # fmt: skip
+
+
+GUIDE = ROOT / "docs" / "guides" / "data.md"
+# What these name is on the network.
+ONLINE = ["hub.yaml"]
+
+
+def write_recipe_inputs() -> None:
+    """Files of the names that the data guide uses, in the current folder."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def stories(name: str, count: int = 200) -> list[str]:
+        words = [f"{name}{i}" for i in range(97)]
+        return [" ".join(words[(i * j) % 97] for j in range(2, 30)) for i in range(1, count)]
+
+    for folder in ("notes", "books", "more_web", "code", "old_shards", "records"):
+        Path(folder).mkdir()
+    for folder, suffix in (("notes", ".md"), ("books", ".txt"), ("code", ".c")):
+        for i, text in enumerate(stories(folder)):
+            Path(folder, f"{i}{suffix}").write_text(text)
+    for name, field in (
+        ("corpus.jsonl.gz", "body"), ("web.jsonl.gz", "body"), ("more_web/1.jsonl", "body"),
+        ("downloads/fineweb-edu/1.jsonl", "text"), ("downloads/fineweb/1.jsonl", "text"),
+        ("downloads/the-stack-python/1.jsonl", "content"), ("downloads/arxiv/1.jsonl", "text"),
+    ):  # fmt: skip
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps({field: text}) + "\n" for text in stories(path.parent.name))
+        path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    rows = [{"text": text, "lang": "en"} for text in stories("row")]
+    pyarrow.parquet.write_table(pyarrow.table({"doc": rows}), "table.parquet")
+    math_rows = {"problem": stories("problem"), "generated_solution": stories("solution")}
+    Path("downloads/openmath").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(math_rows), "downloads/openmath/1.parquet")
+    ids = np.random.default_rng(0).integers(50_000, size=4_000)
+    ids[::20] = 50_256
+    torch.save(torch.from_numpy(ids), "old_shards/shard_00000.bin")
+    ids.astype("<u4").tofile("records/records_00000.bin")
+
+
+def test_data_recipes_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    write_recipe_inputs()
+    for content in blocks(GUIDE, "yaml"):
+        named = re.match(r"# (\S+\.yaml)\n", content)
+        assert named is not None
+        Path(named[1]).write_text(content)
+    for name in ONLINE:
+        check_job(load_job(name))
+    for words in commands(GUIDE):
+        if words[0] == "mamba3-lite" and not set(ONLINE) & set(words):
+            run_readme_command(words)
+    for name in ("notes", "corpus", "table", "old", "records", "mix", "local"):
+        assert Path("data", name, "train", shards.DOCUMENTS).is_file(), name
+    shown = capsys.readouterr().out
+    assert "data/mix: verified" in shown and "epochs" in shown
+    assert Path("lengths.png").is_file()
+    assert Path("runs/documents/model_step_4.safetensors").is_file()
 
 
 # Tables ------------------------------------------------------------------------------------------
@@ -347,7 +433,8 @@ def test_environment_variables() -> None:
     ("name", "page", "column"),
     [
         ("pretrain", "docs/references/pretrain_cli.md", "flag"),
-        ("prepare", "docs/references/data.md", "option"),
+        ("prepare", DATA, "option"),
+        ("inspect", DATA, "inspect option"),
     ],
 )
 def test_flags(name: str, page: str, column: str) -> None:
@@ -358,6 +445,97 @@ def test_flags(name: str, page: str, column: str) -> None:
         is_option = parameter.param_type_name == "option"
         options |= {max(parameter.opts, key=len)} if is_option else {parameter.name.upper()}
     assert documented == options - {"--help"}
+
+
+@pytest.mark.parametrize(
+    ("column", "schema"),
+    [
+        ("prepare key", PrepareConfig), ("clean key", CleanConfig), ("dedup key", DedupConfig),
+        ("source key", SourceConfig),
+    ],
+)  # fmt: skip
+def test_keys_of_the_data_configuration(column: str, schema: type) -> None:
+    rows = table(DATA, column, "default", "meaning")
+    fields = dataclasses.fields(schema)
+    want = {f.name: "required" if f.default is dataclasses.MISSING else f.default for f in fields}
+    assert list(want) == [row[0] for row in rows]
+    for name, default, _ in rows:
+        assert (default if default == "required" else ast.literal_eval(default)) == want[name], name
+
+
+def test_options_of_prepare_default_to_its_keys() -> None:
+    keys = {row[0]: row[1].strip('"') for row in table(DATA, "prepare key", "default", "meaning")}
+    options = {row[0]: row[1] for row in table(DATA, "option", "default", "meaning")}
+    for key in keys.keys() - {"out", "on_exhausted"}:
+        assert options["--" + key.replace("_", "-")] == keys[key], key
+
+
+def test_choices_of_the_data_configuration() -> None:
+    kinds = table(DATA, "kind", "files ending in")
+    assert [row[0] for row in kinds] == list(KINDS)
+    assert {row[0]: tuple(row[1].split()) for row in kinds if row[1]} == _SUFFIXES
+    policies = [row[0] for row in table(DATA, "policy", "a source has fewer tokens than its share")]
+    assert policies == list(get_args(OnExhausted))
+    meanings = {row[0]: row[2] for row in table(DATA, "prepare key", "default", "meaning")}
+    for key, choices in (("on_exhausted", OnExhausted), ("invalid_utf8", InvalidUtf8)):
+        assert set(get_args(choices)) <= set(re.findall(r"\w+", meanings[key])), key
+    assert [row[0] for row in table(DATA, "stage", "what it does")] == list(STAGES)
+
+
+def test_reasons_for_skipping() -> None:
+    code = "".join(p.read_text(encoding="utf-8") for p in (PACKAGE / "data").glob("*.py"))
+    rules = read("mamba3_lite/data/clean.py")
+    want = set(re.findall(r'\bProblem\(\s*"(\w+)"', code))
+    want |= set(re.findall(r'\breturn "(\w*duplicate)"', code))
+    want |= {a or b for a, b in re.findall(r'\breturn "(\w+)"|\("(\w+)", config\.', rules)}
+    found = [name for row in table(DATA, "reason", "counted when") for name in row[0].split(", ")]
+    assert len(found) == len(set(found)) and set(found) == want
+
+
+def test_layout_of_a_shard() -> None:
+    header = ShardHeader(np.dtype("<u4"), 3**20, 70_001, 69_997, 69_991, bytes(range(32)).hex())
+    raw = header.pack()
+    found: dict[str, Any] = {}
+    end = 0
+    for offset, kind, content in table(DATA, "offset", "type", "content"):
+        assert int(offset) == end, offset
+        if kind.startswith("uint16"):
+            break
+        count = re.match(r"(\d+) bytes", kind)
+        form = f"<{count[1]}s" if count else {"uint32": "<I", "uint64": "<Q"}[kind]
+        (found[content],) = struct.unpack_from(form, raw, end)
+        end += struct.calcsize(form)
+    assert end == len(raw) == shards.HEADER_BYTES
+    values = [value for value in found.values() if not isinstance(value, bytes)]
+    assert values == [shards.VERSION, 2, 3**20, 70_001, 69_997, 69_991]
+    assert bytes(range(32)) in found.values() and shards.MAGIC in found.values()
+    index = {row[0]: row[1] for row in table(DATA, "index file", "type")}
+    assert index == {file: dtype.name for file, dtype in shards._INDEX.values()}
+
+
+def test_fields_of_manifest_and_report(tmp_path: Path) -> None:
+    with small_writer(tmp_path / "shards") as writer:
+        writer.append_documents([1, 7, 2, 7], [2, 2], [0, 1])
+    rows = table(DATA, "manifest field", "content")
+    assert ", ".join(row[0] for row in rows).split(", ") == list(writer.manifest)
+    named = {row[0]: row[1] for row in rows}
+    for name in ("shards", "sources", "tokenizer"):
+        entry = writer.manifest[name]
+        assert all(field in named[name] for field in (entry[0] if name != "tokenizer" else entry))
+    report = ", ".join(row[0] for row in table(DATA, "report field", "meaning")).split(", ")
+    assert sorted(report) == sorted(f.name for f in dataclasses.fields(SourceReport))
+    text = read(DATA).partition("### prepare.json")[2].partition("| report field")[0]
+    stored = PrepareReport("train", None).stored().keys() - {"already_prepared"}
+    assert stored <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_keys_of_document_mode() -> None:
+    rows = table(DATA, "training key", "default", "effect")
+    fields = {f.name: f.default for f in dataclasses.fields(TrainingConfig)}
+    for key, default, _ in rows:
+        assert SECTIONS["data"][key.removeprefix("data.")].field in fields
+        assert yaml.safe_load(default) is fields[key.removeprefix("data.")]
+    assert {row[0] for row in rows} == {"data.document_mode", "data.mask_boundary_targets"}
 
 
 def test_all_subcommands_are_described() -> None:
@@ -387,7 +565,7 @@ DEPARTURES = [
     "exponent is masked first", "optimizer steps", "unknown key", "inert", "dummy tokens",
     "uint32 shards", "exact resume", "loss and gradient norm", "re(a) < 0", "temporary name, fsync",
     "batch shrinks", "window mean", "foreseeable refusals", "unknown name", "accumulation window",
-    "schedule is unchanged", "measured rows",
+    "schedule is unchanged", "measured rows", "windows of 256",
 ]  # fmt: skip
 
 
@@ -454,6 +632,11 @@ def figures() -> Iterator[tuple[str, str]]:
     yield page, f"{weights:,} B"
     logits = f"{16 * 2048 * 50257 * 4 / 1e9:.1f} GB"
     yield "docs/references/training.md", logits
+    longest = f"{128 / CleanConfig().min_unique_chars:,.0f} characters"
+    yield DATA, longest
+    yield "docs/architecture.md", longest
+    yield DATA, f"{ingest.PART_BYTES >> 20} MiB of input or {ingest.PART_RECORDS:,} records"
+    yield "docs/guides/data.md", f"{ingest.PART_BYTES >> 20} MiB of input"
     yield "docs/LOG.md", logits
 
     page = "docs/guides/a100_runbook.md"

@@ -13,7 +13,7 @@ from mamba3_lite.data.mixture import OnExhausted
 from mamba3_lite.data.records import InvalidUtf8, SourceConfig
 from mamba3_lite.data.shards import DEFAULT_SHARD_SIZE_TOKENS
 from mamba3_lite.errors import UserError
-from mamba3_lite.schema import named, nearest, read_layers, typed
+from mamba3_lite.schema import find_config, named, nearest, read_layers, typed
 
 # A name becomes a folder of the work folder.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -118,7 +118,7 @@ def load_job(path: str | Path) -> PrepareJob:
     `UserError` with every problem found in one message. Values that the command line may still
     give, such as `prepare.out`, are checked by `check_job`.
     """
-    path = Path(path)
+    path = find_config(path)
     layers = read_layers(path, [])
     names = {section for content, _ in layers for section in content}
     if not names & {"model", "training", "data"}:
@@ -264,7 +264,7 @@ def check_job(job: PrepareJob) -> None:
         value, known = getattr(prepare, name), get_args(names)
         need(value in known, name, f"one of {', '.join(known)}{nearest(value, known)}", value)
     threshold = job.dedup.near_threshold
-    need(0 < threshold <= 1, "dedup.near_threshold", "above 0 and at most 1", threshold)
+    need(0.1 <= threshold <= 0.95, "dedup.near_threshold", "between 0.1 and 0.95", threshold)
     problems += _source_problems(job.sources)
     if problems:
         raise _all_of(problems)

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from mamba3_lite.data import inspect
 from mamba3_lite.data.dataset import PretrainDataset
-from mamba3_lite.training.config import TrainingConfig, find_config, load_training_config
+from mamba3_lite.schema import find_config
+from mamba3_lite.training.config import TrainingConfig, load_training_config
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,16 +271,6 @@ def _data_problems(data: DataConfig, sources: Mapping[str, str]) -> list[str]:
         for name, least in (("shard_size_tokens", 1), ("max_tokens", 0))
         if getattr(data, name) < least
     ]
-
-
-def find_config(path: str) -> Path:
-    """The file itself, or outside a checkout the copy of ``configs/...`` in the package."""
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (Path(path), package / path, package.parent / path):
-        # Not Path.is_file: that raises for a folder which may not be entered.
-        if os.path.isfile(candidate):
-            return candidate
-    return Path(path)
 
 
 # These choose how the model is computed, not what it is.

@@ -21,13 +21,12 @@ from mamba3_lite.data.loader import SampleOrder, advance, make_loader
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
-from mamba3_lite.schema import COMMAND_LINE
+from mamba3_lite.schema import COMMAND_LINE, find_config
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import (
     TrainConfig,
     TrainingConfig,
     check_resume,
-    find_config,
     load_training_config,
     validate,
     yaml_key,
