@@ -48,19 +48,27 @@ def reason_to_drop(text: str, config: CleanConfig) -> str | None:
     n_chars = len(text)
     if _has_too_few_unique(text, config.min_unique_chars * n_chars):
         return "too_few_unique"
+    limits = {
+        "digits": config.max_digits,
+        "punctuation": config.max_punctuation,
+        "whitespace": config.max_whitespace,
+    }
     # Surrogates pass: what they become is for the source, and here they only count as characters.
     raw = text.encode("utf-8", "surrogatepass")
+    letters = len(raw) - len(raw.translate(None, _ASCII_LETTERS))
+    if n_chars - letters <= min(limits.values()) * n_chars:
+        return None  # the common case: what is no letter cannot pass any limit
     others: Counter[str] = Counter()
     if len(raw) > n_chars:
         others.update(raw.translate(None, _ASCII).decode("utf-8", "surrogatepass"))
-    for reason, limit, ascii_members, is_member in (
-        ("digits", config.max_digits, _ASCII_DIGITS, str.isdecimal),
-        ("punctuation", config.max_punctuation, _ASCII_PUNCTUATION, _is_punctuation),
-        ("whitespace", config.max_whitespace, _ASCII_WHITESPACE, str.isspace),
+    for reason, ascii_members, is_member in (
+        ("digits", _ASCII_DIGITS, str.isdecimal),
+        ("punctuation", _ASCII_PUNCTUATION, _is_punctuation),
+        ("whitespace", _ASCII_WHITESPACE, str.isspace),
     ):
         found = len(raw) - len(raw.translate(None, ascii_members))
         found += sum(n for char, n in others.items() if is_member(char))
-        if found > limit * n_chars:
+        if found > limits[reason] * n_chars:
             return reason
     return None
 
@@ -83,6 +91,7 @@ def _ascii_members(is_member: Callable[[str], bool]) -> bytes:
     return bytes(code for code in _ASCII if is_member(chr(code)))
 
 
+_ASCII_LETTERS = _ascii_members(str.isalpha)
 _ASCII_DIGITS = _ascii_members(str.isdecimal)
 _ASCII_PUNCTUATION = _ascii_members(_is_punctuation)
 _ASCII_WHITESPACE = _ascii_members(str.isspace)

@@ -197,9 +197,12 @@ class JsonLinesReader(Reader):
 
     def parse(self, ordinal: int, raw: Raw) -> Record:
         row, line = self._row(raw)
-        # JSON can spell a lone surrogate in plain ASCII.
-        text = mend(joined_text(row, self.config.text_fields), self.policy, lambda _: raw.origin)
-        return text_record(ordinal, raw, text.text, text if text.flaw else line)
+        text = joined_text(row, self.config.text_fields)
+        # Valid UTF-8 holds no surrogate, but JSON can spell a lone one in plain ASCII.
+        if b"\\ud" in raw.content or b"\\uD" in raw.content:
+            mended = mend(text, self.policy, lambda _: raw.origin)
+            return text_record(ordinal, raw, mended.text, mended if mended.flaw else line)
+        return text_record(ordinal, raw, text, line)
 
     def _row(self, raw: Raw) -> tuple[dict[str, Any], Mended]:
         """The JSON object of a line, and the line."""
