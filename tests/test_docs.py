@@ -487,7 +487,7 @@ def test_reasons_for_skipping() -> None:
     rules = read("mamba3_lite/data/clean.py")
     want = set(re.findall(r'\bProblem\(\s*"(\w+)"', code))
     want |= set(re.findall(r'\breturn "(\w*duplicate)"', code))
-    want |= {a or b for a, b in re.findall(r'\breturn "(\w+)"|\("(\w+)", config\.', rules)}
+    want |= {a or b for a, b in re.findall(r'\breturn "(\w+)"|"(\w+)": config\.', rules)}
     found = [name for row in table(DATA, "reason", "counted when") for name in row[0].split(", ")]
     assert len(found) == len(set(found)) and set(found) == want
 
