@@ -45,11 +45,11 @@ class Batch:
     arrays: list[Ids] = field(default_factory=list)
     chars: int = 0
 
-    def add(self, pieces: Sequence[str]) -> None:
-        """One document."""
-        self.texts += pieces
-        self.ends += [False] * (len(pieces) - 1) + [True]
-        self.chars += sum(map(len, pieces))
+    def add(self, piece: str, *, ends: bool) -> None:
+        """The next piece of a document; `ends`: its last."""
+        self.texts.append(piece)
+        self.ends.append(ends)
+        self.chars += len(piece)
 
     @property
     def is_full(self) -> bool:
@@ -241,7 +241,13 @@ class Ingest:
                     batch.arrays.append(record.ids)
                 else:
                     assert record.text is not None
-                    batch.add(pieces_of(record.text, self._tokenizer))
+                    pieces = pieces_of(record.text, self._tokenizer)
+                    for number_of_piece, piece in enumerate(pieces, start=1):
+                        # Within a document, too: one of 40 MB would keep one worker busy alone.
+                        if batch.is_full:
+                            yield batch
+                            batch = Batch()
+                        batch.add(piece, ends=number_of_piece == len(pieces))
             if batch.is_full:
                 yield batch
                 batch = Batch()
