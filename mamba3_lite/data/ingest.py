@@ -45,11 +45,14 @@ class Batch:
     arrays: list[Ids] = field(default_factory=list)
     chars: int = 0
 
-    def add(self, piece: str, *, ends: bool) -> None:
-        """The next piece of a document; `ends`: its last."""
-        self.texts.append(piece)
-        self.ends.append(ends)
-        self.chars += len(piece)
+    def add(self, content: str | Ids, *, ends: bool) -> None:
+        """The next piece of a document's text, or all of its ids; `ends`: nothing follows."""
+        if isinstance(content, str):
+            self.texts.append(content)
+            self.ends.append(ends)
+            self.chars += len(content)
+        else:
+            self.arrays.append(content)
 
     @property
     def is_full(self) -> bool:
@@ -228,33 +231,40 @@ class Ingest:
         )
 
     def _batches(self, number: int, tally: Tally) -> Iterator[Batch]:
-        """The documents of the next part; the records are read on from there next time."""
+        """The documents of the next part.
+
+        A batch may end within a document: a text of 40 MB would keep one worker busy alone.
+        """
+        batch = Batch()
+        for content, ends in self._contents(number, tally):
+            batch.add(content, ends=ends)
+            if batch.is_full:
+                yield batch
+                batch = Batch()
+        if batch.texts or batch.arrays:
+            yield batch
+
+    def _contents(self, number: int, tally: Tally) -> Iterator[tuple[str | Ids, bool]]:
+        """Pieces of text, or ids, of the next part; each with whether its document ends there.
+
+        The iterator over the records stays open: the part after this one goes on with it.
+        """
         if number not in self._records:
             self._records[number] = self._sources[number].records(tally.next_ordinal)
-        batch = Batch()
         for record in self._records[number]:
             tally.records += 1
             tally.next_ordinal = record.ordinal + 1
             tally.read_bytes += record.size_bytes
             if self._is_wanted(record, tally):
                 if record.ids is not None:
-                    batch.arrays.append(record.ids)
+                    yield record.ids, True
                 else:
-                    assert record.text is not None
-                    pieces = pieces_of(record.text, self._tokenizer)
-                    for number_of_piece, piece in enumerate(pieces, start=1):
-                        # Within a document, too: one of 40 MB would keep one worker busy alone.
-                        if batch.is_full:
-                            yield batch
-                            batch = Batch()
-                        batch.add(piece, ends=number_of_piece == len(pieces))
-            if batch.is_full:
-                yield batch
-                batch = Batch()
+                    *body, last = pieces_of(cast(str, record.text), self._tokenizer)
+                    for piece in body:
+                        yield piece, False
+                    yield last, True
             if tally.is_full:
                 break
-        if batch.texts or batch.arrays:
-            yield batch
 
     def _is_wanted(self, record: Record, tally: Tally) -> bool:
         """Whether the record becomes a document; if not, the reason is counted."""
