@@ -226,9 +226,10 @@ def check_checkpoint_round_trip(folder: Path) -> str:
     load_optimizer(fresh_optimizer, loaded.training["optimizer"], config)
     for (name, want), got in zip(model.named_parameters(), fresh.parameters(), strict=True):
         assert torch.equal(got, want), name
-        for moment in ("exp_avg", "exp_avg_sq"):
-            pair = (o.state[p][moment] for o, p in ((optimizer, want), (fresh_optimizer, got)))
-            assert torch.equal(*pair), f"{moment} of {name}"
+    moments = zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True)
+    for want_state, got_state in moments:
+        for moment in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(got_state[moment], want_state[moment]), moment
     tokens, _ = _batch()
     with torch.no_grad():
         assert torch.equal(model(tokens), fresh(tokens)), "outputs differ after the round trip"

@@ -1,5 +1,8 @@
 import itertools
+import json
 import multiprocessing
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,19 @@ import pytest
 import torch
 
 from mamba3_lite.data.dataset import PretrainDataset, WindowDataset
-from mamba3_lite.data.loader import SampleOrder, advance, make_loader, next_sample
+from mamba3_lite.data.loader import ORDERS, SampleOrder, advance, make_loader, next_sample
 from mamba3_lite.data.shards import ShardWriter
 from mamba3_lite.errors import UserError
 
 T = 4
 PINNED = [9, 0, 3, 5, 4, 2, 7, 6, 8, 1]
+
+ROOT = Path(__file__).resolve().parents[1]
+# One run in three jobs: (ranks, batches of a rank). Three epochs end on the way.
+JOBS = ((1, 2), (2, 2), (4, 3))
+GLOBAL_BATCH = 8
+SPANS = [(18, 23)]
+CASES = [(order, workers) for order in ORDERS for workers in (0, 1, 4)]
 
 
 @pytest.fixture
@@ -176,22 +186,6 @@ def test_a_bad_token_is_one_user_error_at_its_batch(tmp_path: Path) -> None:
 # Documents, ranks, workers -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> PretrainDataset:
-    """Seventeen windows of 4 with documents, in document mode and with masked targets."""
-    lengths = [5, 1, 7, 20, 2, 2, 30, 3]
-    ids = np.arange(sum(lengths))
-    ids[np.cumsum(lengths) - 1] = 99
-    with ShardWriter(
-        tmp_path / "packed", vocab_size=100, eos_id=99, tokenizer_name="toy",
-        tokenizer_fingerprint="ab" * 32, shard_size_tokens=19, source_names=["only"],
-    ) as out:  # fmt: skip
-        out.append_documents(ids, lengths, [0] * len(lengths))
-    return PretrainDataset(
-        tmp_path / "packed", T, 100, document_mode=True, mask_boundary_targets=True
-    )
-
-
 def drawn(data: PretrainDataset, order: SampleOrder, n_batches: int, **options: Any) -> list[Any]:
     """Every row of the first batches, all its columns in one list."""
     return [
@@ -201,31 +195,83 @@ def drawn(data: PretrainDataset, order: SampleOrder, n_batches: int, **options: 
     ]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
-@pytest.mark.parametrize("order", ["sequential", "shuffled"])
-@pytest.mark.parametrize("workers", [0, 1, 4])
-def test_resume_on_other_ranks_and_workers(
-    packed: PretrainDataset, order: str, workers: int
-) -> None:
-    # 1 -> 2 -> 4 ranks with an equal global batch, across epoch ends and a skipped span
-    plan, spans = SampleOrder(len(packed), order, 3), [(18, 23)]
-    whole = drawn(packed, plan, 7, start_sample=2, batch_size=8, skip_spans=spans)
-    assert whole[: len(packed) - 2] == [
-        torch.cat(packed[plan.window(s)]).tolist() for s in range(2, len(packed))
+def open_packed(folder: Path) -> PretrainDataset:
+    return PretrainDataset(folder, T, 100, document_mode=True, mask_boundary_targets=True)
+
+
+def run_rank(folder: str, batches: int, start_sample: int, rank: int, world_size: int) -> None:
+    """One rank in a process of its own: all it has are the files and where to begin."""
+    found = []
+    for order, workers in CASES:
+        data = open_packed(Path(folder))
+        rows = drawn(
+            data, SampleOrder(len(data), order, 3), batches, start_sample=start_sample,
+            batch_size=GLOBAL_BATCH // world_size, skip_spans=SPANS, num_workers=workers,
+            rank=rank, world_size=world_size,
+        )  # fmt: skip
+        found.append(rows)
+    Path(folder).with_name(f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def run_job(folder: Path, batches: int, start_sample: int, world_size: int) -> list[list[Any]]:
+    """For every case the rows of all ranks, in the order of the samples."""
+    program = "import sys; from tests.test_loader import run_rank as run; "
+    program += "run(sys.argv[1], *map(int, sys.argv[2:]))"
+    numbers = [(batches, start_sample, rank, world_size) for rank in range(world_size)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(folder), *map(str, some)], cwd=ROOT)
+        for some in numbers
     ]
-    resumed, position = [], 2
-    for world, batches in ((1, 2), (2, 2), (4, 3)):
-        ranks = [
-            drawn(
-                packed, plan, batches, start_sample=position, batch_size=8 // world,
-                skip_spans=spans, num_workers=workers if rank == 0 else 0, rank=rank,
-                world_size=world,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        resumed += [row for turn in zip(*ranks, strict=True) for row in turn]
-        position = advance(position, 8 * batches, spans)
-    assert resumed == whole
+    assert [rank.wait() for rank in ranks] == [0] * world_size
+    found = [json.loads(folder.with_name(f"rank{r}.json").read_text()) for r in range(world_size)]
+    return [
+        [row for turn in zip(*of_ranks, strict=True) for row in turn]
+        for of_ranks in zip(*found, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seventeen windows of 4, with documents."""
+    folder = tmp_path_factory.mktemp("data") / "packed"
+    lengths = [5, 1, 7, 20, 2, 2, 30, 3]
+    ids = np.arange(sum(lengths))
+    ids[np.cumsum(lengths) - 1] = 99
+    with ShardWriter(
+        folder, vocab_size=100, eos_id=99, tokenizer_name="toy",
+        tokenizer_fingerprint="ab" * 32, shard_size_tokens=19, source_names=["only"],
+    ) as out:  # fmt: skip
+        out.append_documents(ids, lengths, [0] * len(lengths))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(packed: Path) -> dict[tuple[str, int], list[Any]]:
+    """The rows of the whole run, by case; from job to job only the position goes on."""
+    jobs, position = [], 0
+    for world_size, batches in JOBS:
+        jobs.append(run_job(packed, batches, position, world_size))
+        position = advance(position, GLOBAL_BATCH * batches, SPANS)
+    return {case: sum(parts, []) for case, *parts in zip(CASES, *jobs, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_resume_on_other_ranks_and_workers(
+    packed: Path, resumed: dict[tuple[str, int], list[Any]], case: tuple[str, int]
+) -> None:
+    # cases B04, B22
+    data, seen = open_packed(packed), resumed[case]
+    plan, n = SampleOrder(len(data), case[0], 3), len(data)
+    whole = {"start_sample": 0, "batch_size": GLOBAL_BATCH, "skip_spans": SPANS}
+    assert seen == drawn(data, plan, sum(batches for _, batches in JOBS), **whole)
+
+    # Each sample exactly once: an epoch, the skipped samples added, is the set of all windows.
+    every = sorted(torch.cat(data[w]).tolist() for w in range(n))
+    skipped = [torch.cat(data[plan.window(s)]).tolist() for s in range(*SPANS[0])]
+    second = 2 * n - len(skipped)
+    assert sorted(seen[:n]) == every
+    assert sorted(seen[n:second] + skipped) == every
+    assert sorted(seen[second : second + n]) == every
 
 
 def reading_threads() -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mamba3_lite.data import encode, ingest
 from mamba3_lite.data import progress as progress_module
@@ -19,6 +20,8 @@ from mamba3_lite.data.report import PrepareReport
 from mamba3_lite.data.shards import open_shards
 from mamba3_lite.data.tokenizer import load_tokenizer
 from mamba3_lite.errors import UserError
+from mamba3_lite.training.pretrain import Pretrainer
+from tests import runs
 
 EOS = 50256
 
@@ -345,6 +348,73 @@ def test_failure_with_force_keeps_the_old_output(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
 
 
+def command(*arguments: Any) -> Result:
+    app = typer.Typer()
+    app.command()(prepare_command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("rest", [("--only", "pack"), ()])
+def test_a_forced_read_wins_over_equal_output(rest: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x y z")
+    out = tmp_path / "out"
+    shard = out / "train" / "tokens_00000.bin"
+    assert command(tmp_path / "a.txt", "--out", out).exit_code == 0
+    whole = tree(out)
+    # Of the right length, so it is taken for whole: what --force is there for.
+    damaged = shard.read_bytes()[:-4] + b"\7\0\7\0"
+    shard.write_bytes(damaged)
+    assert "already prepared" in command(tmp_path / "a.txt", "--out", out).output
+    assert command(tmp_path / "a.txt", "--out", out, "--only", "read", "--force").exit_code == 0
+    assert shard.read_bytes() == damaged
+    other = command(tmp_path / "a.txt", "--out", out, "--shard-size-tokens", 2)
+    assert isinstance(other.exception, UserError)
+    assert "half-done run with other settings (differs in: shard_size" in str(other.exception)
+    done = command(tmp_path / "a.txt", "--out", out, *rest)
+    assert done.exit_code == 0 and "already prepared" not in done.output
+    assert tree(out) == whole
+
+
+def test_the_seeds_formats_and_a_nested_field_convert_and_train(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import table
+
+    texts = [" ".join(f"word{i * j % 97}" for j in range(2, 40)) for i in range(1, 12)]
+    ids = [i for text in texts for i in [*load_tokenizer("gpt2").encode(text), EOS]]
+    for name in ("torch", "raw_uint32", "parquet"):
+        (tmp_path / name).mkdir()
+    cut = ids.index(EOS, 300) + 1
+    for number, some in enumerate((ids[:cut], ids[cut:])):
+        torch.save(torch.tensor(some), tmp_path / "torch" / f"shard_{number:05d}.bin")
+    np.array(ids, "<u4").tofile(tmp_path / "raw_uint32" / "records.bin")
+    rows = table({"doc": [{"body": text, "n": 1} for text in texts]})
+    parquet.write_table(rows, tmp_path / "parquet" / "table.parquet")
+
+    curves = []
+    for kind in ("torch", "raw_uint32", "parquet"):
+        out, config = tmp_path / f"from_{kind}", tmp_path / f"{kind}.yaml"
+        config.write_text(
+            f"prepare: {{out: {out}}}\nsources:\n"
+            f"  - {{name: only, kind: {kind}, paths: {tmp_path / kind}, field: doc.body}}\n"
+        )
+        assert command(config, "--verify").exit_code == 0
+        assert tokens(out / "train") == ids
+        curves.append(losses_of_training_on(out / "train", tmp_path / f"runs_{kind}"))
+    # The tensors can be trained on as they are: conversion changes nothing.
+    curves.append(losses_of_training_on(tmp_path / "torch", tmp_path / "runs_direct"))
+    assert len(curves[0]) == 8
+    assert all(curve == curves[0] for curve in curves)
+
+
+def losses_of_training_on(data: Path, folder: Path) -> list[tuple[int, float, float]]:
+    folder.mkdir()
+    settings = runs.config(
+        folder, data_path=str(data), max_steps=4, vocab_size=50257, model={"vocab_size": 50257}
+    )
+    assert Pretrainer(settings).train() == 0
+    return runs.losses(folder / "run")
+
+
 def test_json_tokenizer_of_a_large_vocabulary_gives_uint32(tmp_path: Path) -> None:
     # case C01
     tokenizers = pytest.importorskip("tokenizers")
@@ -376,18 +446,16 @@ def test_progress_bar_shows_the_rates(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_command_prints_a_summary(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(prepare_command)
     (tmp_path / "a.txt").write_text("x y z")
     (tmp_path / "b.txt").write_text("")
     out = tmp_path / "out"
-    result = CliRunner().invoke(app, [str(tmp_path), "--out", str(out), "--suffix", ".txt"])
+    result = command(tmp_path, "--out", out, "--suffix", ".txt")
     assert result.exit_code == 0, result.output
     for shown in ("documents", "bytes per token", "1 empty", "shards"):
         assert shown in result.output
     assert documents(out / "train") == ["x y z"]
-    result = CliRunner().invoke(app, [str(tmp_path / "absent"), "--out", str(tmp_path / "o")])
+    result = command(tmp_path / "absent", "--out", tmp_path / "o")
     assert result.exit_code != 0
     assert isinstance(result.exception, UserError)
-    text = CliRunner().invoke(app, ["--help"]).output
+    text = command("--help").output
     assert "mamba3-lite prepare notes/" in text[text.index("Examples:") :]

@@ -63,9 +63,10 @@ def test_acc7_b04_many_stops_in_one_run(whole, tmp_path):
     assert_same_weights(final_weights(tmp_path / "run"), final_weights(whole))
 
 
-def test_log_windows_survive_a_stop(tmp_path):
+@pytest.mark.parametrize("micro_steps", [8, 10, 11])
+def test_log_windows_survive_a_stop(tmp_path, micro_steps):
     """The stop cuts windows of five micro-steps; their means are those of the uninterrupted run."""
-    for name, stop in (("a", None), ("b", 8)):
+    for name, stop in (("a", None), ("b", micro_steps)):
         folder = tmp_path / name
         folder.mkdir()
         settings = config(folder, log_every=5, save_every=3)

@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba3_lite.models.transformer import Mamba3Transformer
-from mamba3_lite.training.guard import SpikeAlarm
+from mamba3_lite.training.guard import AccumulationWindow, SpikeAlarm, Verdict
 from mamba3_lite.training.losses import IGNORE_INDEX, head_loss, next_token_loss
 from mamba3_lite.training.optim import build_optimizer, gradient_norm
 from mamba3_lite.training.pretrain import TrainConfig, TrainingConfig, train_step
 from mamba3_lite.training.schedule import build_schedule, lr_factor
+from mamba3_lite.training.step import settle
 from tests.runs import MODEL, VOCAB, tokens
 
 
@@ -88,7 +90,9 @@ def test_acc5_b01_accumulation_equals_the_big_batch(cut):
     batches = list(zip(x.split(cut), y.split(cut), strict=True))
     grads = {}
     parts[1].register_step_pre_hook(
-        lambda *_: grads.update({n: p.grad.clone() for n, p in parts[0].named_parameters()})
+        lambda optimizer, *_: grads.update(
+            {n: p.grad / optimizer.grad_scale for n, p in parts[0].named_parameters()}
+        )
     )
     metrics, opt_steps = run(parts, batches)
     assert opt_steps == 1
@@ -197,20 +201,91 @@ def test_acc10_b13_non_finite_gradient_changes_nothing(bad, position):
     assert torch.isfinite(metrics[-1]["grad_norm"])
 
 
-def test_non_finite_loss_drops_the_window_and_its_other_micro_steps():
+@pytest.mark.parametrize("late", [False, True])
+def test_non_finite_loss_drops_the_window_and_its_other_micro_steps(late):
     parts = setup(gradient_accumulation_steps=3)
     run(parts, [rows(2, seed=s) for s in range(3)])
+    AccumulationWindow.of(parts[1]).late = late
     before, lines = state_of(parts), []
     saved = parts[0].norm_f.weight.detach().clone()
     with torch.no_grad():
         parts[0].norm_f.weight.fill_(float("nan"))
-    first, _ = run(parts, [rows(2)], lines.append, micro_step=3, opt_steps=1)
+    run(parts, [rows(2)], lines.append, micro_step=3, opt_steps=1)
     with torch.no_grad():
         parts[0].norm_f.weight.copy_(saved)
-    rest, opt_steps = run(parts, [rows(2)] * 2, lines.append, micro_step=4, opt_steps=1)
-    assert [*first, *rest] == [None] * 3 and opt_steps == 1
-    assert len(lines) == 1 and "loss nan" in lines[0]
-    assert unchanged(parts, before)
+    metrics, opt_steps = run(parts, [rows(2)] * 2, lines.append, micro_step=4, opt_steps=1)
+    assert opt_steps == 1 and unchanged(parts, before)
+    if late:
+        assert lines == [] and float(metrics[1]["skipped"]) == 1
+        assert settle(parts[1], parts[2], lines.append, 1) == 1
+    else:
+        assert metrics[1] is None
+    assert len(lines) == 1 and "loss nan at micro_step 5" in lines[0]
+
+
+def test_a_late_outcome_is_read_when_the_next_window_closes(monkeypatch):
+    """Not a micro-step earlier; the weights and learning rates are those of reading at once."""
+    hidden, reads, seen = [float("nan"), 1.0, 1.0, float("nan"), 1.0], [], {}
+    read = Verdict.read
+    monkeypatch.setattr(Verdict, "read", lambda self: reads.append(1) or read(self))
+    for late in (False, True):
+        parts = setup(gradient_accumulation_steps=2, warmup_steps=5)
+        AccumulationWindow.of(parts[1]).late = late
+        rates, counts, lines, opt_steps = [], [], [], 0
+        parts[1].register_step_pre_hook(
+            lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"])
+        )
+        for i, factor in enumerate(hidden):
+            for j in range(2):
+                reads.clear()
+                hook = parts[0].norm_f.register_forward_hook(lambda m, a, y, f=factor: y * f)
+                _, opt_steps = run(
+                    parts, [rows(2, seed=2 * i + j)], lines.append, 2 * i + j, opt_steps
+                )
+                hook.remove()
+                assert len(reads) == (j == 1 and (i > 0 or not late))
+            counts.append(opt_steps)
+        opt_steps = settle(parts[1], parts[2], lines.append, opt_steps)
+        assert settle(parts[1], parts[2], lines.append, opt_steps) == opt_steps == 3
+        seen[late] = (rates, lines, state_of(parts))
+        assert counts == ([0, 0, 1, 2, 2] if late else [0, 1, 2, 2, 3])
+    at_once, one_late = seen[False], seen[True]
+    assert one_late[:2] == at_once[:2] and len(at_once[1]) == 2
+    shape = {"warmup_steps": 5, "max_steps": 300, "min_lr_ratio": 0.05}
+    assert at_once[0] == [3e-4 * lr_factor(s, **shape) for s in (0, 0, 1, 2, 2)]
+    assert one_late[2][1] == at_once[2][1] == 3
+    assert all(torch.equal(a, b) for a, b in zip(one_late[2][0], at_once[2][0], strict=True))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators through which a value leaves the device, where the host would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_late_train_step_reads_nothing_back():
+    """Masked targets, clipping and a NaN window included; only the verdict is read, and late."""
+    parts = setup(gradient_accumulation_steps=2, max_grad_norm=0.01)
+    AccumulationWindow.of(parts[1]).late = True
+    batches = [rows(2, seed=s) for s in range(6)]
+    x, y = batches[2]
+    batches[2] = (x, torch.where(x % 3 == 0, IGNORE_INDEX, y))
+    run(parts, batches[:2])  # moments are made
+    with HostReads() as reads:
+        _, opt_steps = run(parts, batches[2:4], micro_step=2)
+        hook = parts[0].norm_f.register_forward_hook(lambda m, a, y: y * float("nan"))
+        _, opt_steps = run(parts, batches[4:], micro_step=4, opt_steps=opt_steps)
+        hook.remove()
+        assert reads.seen == [] and opt_steps == 2
+        assert bool(torch.ones(())) and reads.seen, "the watcher is awake"
 
 
 def test_without_the_guard_a_nan_goes_through():
@@ -226,16 +301,17 @@ def test_clipping_acts_once_on_the_accumulated_gradient():
         parts = setup(gradient_accumulation_steps=2, max_grad_norm=limit)
         seen = {}
         parts[1].register_step_pre_hook(
-            lambda *_, p=parts, s=seen: s.update(norm=float(gradient_norm(p[0].parameters())))
+            lambda optimizer, *_, s=seen: s.update(
+                norm=float(gradient_norm(optimizer) / optimizer.grad_scale)
+            )
         )
         metrics, _ = run(parts, [rows(2, seed=s) for s in range(2)])
         norms[limit] = (float(metrics[-1]["grad_norm"]), seen["norm"])
     assert norms[1e9][0] == pytest.approx(norms[0.01][0], rel=1e-5)
     assert norms[1e9][1] == pytest.approx(norms[1e9][0], rel=1e-4)
     assert norms[0.01][1] == pytest.approx(0.01, rel=1e-3)
-    model = parts[0]
-    theirs = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert float(gradient_norm(model.parameters())) == pytest.approx(float(theirs), rel=1e-6)
+    theirs = torch.nn.utils.get_total_norm([p.grad for p in parts[0].parameters()])
+    assert float(gradient_norm(parts[1])) == pytest.approx(float(theirs), rel=1e-6)
 
 
 # case A18
@@ -243,8 +319,11 @@ def test_a18_no_ssm_scalar_decays():
     model, optimizer, _, config = setup()
     decay, rest = optimizer.param_groups
     assert decay["weight_decay"] == config.weight_decay and rest["weight_decay"] == 0
-    assert all(p.dim() >= 2 for p in decay["params"]) and all(p.dim() < 2 for p in rest["params"])
-    assert sum(p is layer.A for layer in model.layers for p in rest["params"]) == len(model.layers)
+    held = [{p.data_ptr() for p in group["params"]} for group in (decay, rest)]
+    matrices = {p.data_ptr() for p in model.parameters() if p.dim() >= 2}
+    assert held[0] == matrices
+    assert held[1] == {p.data_ptr() for p in model.parameters()} - matrices
+    assert {layer.A.data_ptr() for layer in model.layers} <= held[1]
     counted = len(decay["params"]) + len(rest["params"])
     assert counted == len({id(p) for p in model.parameters()})
 

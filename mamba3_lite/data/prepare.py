@@ -54,7 +54,7 @@ Log = Callable[[str], None]
 
 # Raised when the same settings would give other bytes, so that old output is not taken for new.
 _OUTPUT_VERSION = 2
-_PACKED, _SETTINGS = "packed", "settings"
+_SETTINGS, _PACKED, _CLEARED = "settings", "packed", "cleared"
 
 
 def prepare(
@@ -175,11 +175,10 @@ class _Run:
 
     def finished(self, force: bool) -> PrepareReport | None:
         """The report of an earlier, equal run; None when there is work to do."""
+        if (self.work / DATABASE).is_file() and (force or not self._is_in_place()):
+            return None
         try:
             if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
-                return None
-            half_done = (self.work / DATABASE).is_file()
-            if not (self.out / REPORT).exists() and half_done:
                 return None
             stored = json.loads((self.out / REPORT).read_text(encoding="utf-8"))
             report = report_from(stored["report"])
@@ -189,7 +188,7 @@ class _Run:
             raise UserError(
                 f"{self.out}: is not empty and no readable output of prepare; choose another folder"
             ) from exc
-        if force or (changed and half_done):
+        if force:
             return None
         if changed:
             raise UserError(
@@ -207,6 +206,17 @@ class _Run:
             f"[prepare] {self.out}: already prepared with these settings ({report.tokens:,} tokens)"
         )
         return report
+
+    def _is_in_place(self) -> bool:
+        """Whether `out` holds what the work folder came to.
+
+        If it does not, the work goes on, also beside old output with equal settings: that is what
+        `force` began.
+        """
+        if not (self.out / REPORT).exists():
+            return False
+        with contextlib.closing(State(self.work)) as state:
+            return bool(state.fact(_CLEARED))
 
     def stages(self, only: Stage | None, force: bool, keep_work: bool) -> PrepareReport | None:
         """Read and pack, or one of them."""
@@ -307,9 +317,9 @@ class _Run:
 
     def _put_in_place(self, state: State) -> PrepareReport:
         """Move what is packed to where it belongs; begun again after a kill, it goes on."""
-        if not state.fact("cleared"):
+        if not state.fact(_CLEARED):
             self._remove_old_output()
-            state.set_fact("cleared", True)
+            state.set_fact(_CLEARED, True)
         packed = self.work / _PACKED
         moves = [(packed / "val", self.out / "val")]
         if self.job.flat:

@@ -1,37 +1,57 @@
-"""How fast a run goes, and what its micro-steps left on the device since the last look."""
+"""How fast a run goes, and the losses of its log window, which stay on the device until asked."""
 
 import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+
+import torch
+from torch import Tensor
 
 
 class Meter:
-    """Times a log window.
+    """Times a log window and sums its losses.
 
     The first micro-step of the process (compilation), validation and saving do not count.
+
+    Args:
+        device: of the losses.
+        loss_sum, tokens: of a log window that an earlier process has left open.
     """
 
-    def __init__(self) -> None:
-        self.pending: list[dict[str, Any]] = []
+    # (2,) float64: summed loss and tokens of the log window's closed accumulation windows. Never
+    # changed in place: who keeps a reference keeps the value.
+    log_sums: Tensor
+
+    def __init__(self, device: torch.device, *, loss_sum: float, tokens: int) -> None:
         self.grad_norm = math.nan
         self.first_sec: float | None = None
         self._first = True
-        self.window_loss_sum, self.window_tokens = 0.0, 0
-        self.restart()
+        self._device = device
+        self.restart(loss_sum=loss_sum, tokens=tokens)
 
-    def restart(self) -> None:
+    def restart(self, *, loss_sum: float = 0.0, tokens: int = 0) -> None:
         """Opens a new log window."""
+        self.log_sums = torch.tensor([loss_sum, tokens], dtype=torch.float64).to(self._device)
+        self._open = torch.zeros_like(self.log_sums)
         self._start, self._tokens, self._paused_sec = time.perf_counter(), 0, 0.0
         if not self._first:
             self.first_sec = None
 
-    def close_window(self) -> float:
-        """The token-weighted loss of the accumulation window that ends here; opens the next."""
-        loss = self.window_loss_sum / max(1, self.window_tokens)
-        self.window_loss_sum, self.window_tokens = 0.0, 0
-        return loss
+    def add(self, loss_sum: Tensor, tokens: Tensor) -> None:
+        """Takes in the loss of a micro-step (0-d tensors), unless it is not finite."""
+        both = torch.stack((loss_sum.double(), tokens.double()))
+        self._open = self._open + both.where(loss_sum.isfinite(), 0.0)
+
+    def close_window(self, skipped: Tensor) -> None:
+        """Ends an accumulation window; its losses do not count where it was ``skipped``."""
+        self.log_sums = self.log_sums + self._open.where(skipped == 0, 0.0)
+        self._open = torch.zeros_like(self._open)
+
+    def mean_loss(self) -> float:
+        """Token-weighted, of the log window so far; NaN without a token. Waits for the device."""
+        loss_sum, tokens = (self.log_sums + self._open).tolist()
+        return loss_sum / tokens if tokens else math.nan
 
     def took(self, tokens: int) -> None:
         """Counts a micro-step."""

@@ -31,12 +31,13 @@ from mamba3_lite.training.config import (
     validate,
     yaml_key,
 )
+from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.meter import Meter
 from mamba3_lite.training.optim import build_optimizer, load_optimizer
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
-from mamba3_lite.training.step import train_step
+from mamba3_lite.training.step import settle, train_step
 from mamba3_lite.training.stop import StopRequest
-from mamba3_lite.training.train_state import TrainState
+from mamba3_lite.training.train_state import Boundary, TrainState, set_random_state
 from mamba3_lite.training.validation import EvaluationStopped, evaluate
 from mamba3_lite.utils.checkpoint import (
     Checkpoint,
@@ -65,13 +66,6 @@ def _enforce_triton_env_var(model_config: dict[str, Any], log: Callable[[str], N
         model_config["ssd_dispatch"] = "pytorch"
 
 
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
 class Pretrainer:
     """One run: builds all a configuration names, resumes by itself, trains, logs, validates, saves.
 
@@ -81,6 +75,8 @@ class Pretrainer:
         dry_run: two optimizer steps at the unmodified schedule; reads and writes no run folder.
         full_shape: keep the literal shape in a dry run on a CPU.
         sources: where each value of ``config`` came from, for the record in the run folder.
+        late_guard: learn of a dropped window one optimizer step late, so that the device never
+            waits; None: on a GPU. The weights are the same either way.
 
     Raises:
         UserError: anything wrong with configuration, data or checkpoints, before the first step.
@@ -94,10 +90,12 @@ class Pretrainer:
         dry_run: bool = False,
         full_shape: bool = False,
         sources: dict[str, str] | None = None,
+        late_guard: bool | None = None,
     ):
         validate(config)
         self.dry_run = dry_run
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.late_guard = self.device.type == "cuda" if late_guard is None else late_guard
         self.config = config = dataclasses.replace(config, model_config=dict(config.model_config))
         self.run_dir = None if dry_run else Path(config.checkpoint_dir)
         self._sources = sources or {}
@@ -161,6 +159,8 @@ class Pretrainer:
             require_free_space(self.run_dir, 3 * estimate_bytes(self.model.state_dict()))
         self.model.to(self.device).train()
         self.optimizer = build_optimizer(self.model, config)
+        self._window = AccumulationWindow.of(self.optimizer)
+        self._window.late = True  # when outcomes are read is for _settle to say
         self.scheduler = build_schedule(self.optimizer, config)
         self.state = TrainState()
         if checkpoint is not None:
@@ -185,9 +185,7 @@ class Pretrainer:
         self.state = TrainState.from_dict(checkpoint.meta["state"])
         resume_schedule(self.scheduler, self.state.opt_step)
         self.state.align(self.config.gradient_accumulation_steps)
-        torch.set_rng_state(checkpoint.training["random"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in checkpoint.training["random"]:
-            torch.cuda.set_rng_state(checkpoint.training["random"]["cuda"])
+        set_random_state(checkpoint.training["random"])
 
     def _open_log(self, checkpoint: Checkpoint | None) -> None:
         self.logger = TrainingLogger(
@@ -242,19 +240,18 @@ class Pretrainer:
         return code
 
     def _train_to(self, last: int, stop: StopRequest) -> int:
-        self._meter = Meter()
-        self._mark_boundary()
+        state = self.state
+        self._meter = Meter(self.device, loss_sum=state.log_loss_sum, tokens=state.log_tokens)
+        self._mark_boundary(state.samples_seen)
         batches = self._batches()
         while self.state.opt_step < last:
             self._micro_step(*next(batches))
-            if self.state.micro_step % self.config.log_every == 0:
-                self._log_row()
-            if self.state.window_micro_step % self.config.gradient_accumulation_steps == 0:
-                rolled_back = self._close_window(last)
-                batches = self._batches() if rolled_back else batches
+            if self._after_micro_step(last):
+                batches = self._batches()
             if stop.code is not None:
-                self._save(boundary=True)
-                self.logger.info(f"{stop.reason}: saved at opt_step {self._boundary[0].opt_step}")
+                self._settle()
+                self._save(at_end=True)
+                self.logger.info(f"{stop.reason}: saved at opt_step {self.state.opt_step}")
                 return stop.code
         return EXIT_DONE
 
@@ -272,75 +269,96 @@ class Pretrainer:
     def _micro_step(self, *batch: Tensor) -> None:
         state = self.state
         tokens, targets, *documents = (t.to(self.device, non_blocking=True) for t in batch)
-        metrics, opt_step = train_step(
+        metrics, state.opt_step = train_step(
             self.model, self.optimizer, self.scheduler, self.config, self.amp_context,
             self._guard_line, state.opt_step, tokens, targets, state.window_micro_step,
             segment_ids=documents[0] if documents else None,
         )  # fmt: skip
+        assert metrics is not None
         state.micro_step += 1
         state.samples_seen = advance(state.samples_seen, tokens.shape[0], state.skip_spans)
-        self._progressed = opt_step > state.opt_step
-        state.opt_step = opt_step
         self._meter.took(tokens.numel())
-        if metrics is not None:
-            self._meter.pending.append(metrics)
+        self._meter.add(metrics["loss_sum"], metrics["tokens"])
+        if "skipped" in metrics:
+            self._meter.close_window(metrics["skipped"])
 
     def _guard_line(self, line: str) -> None:
-        self.logger.event(
-            "nan-guard", line, opt_step=self.state.opt_step, micro_step=self.state.micro_step + 1
-        )
+        self.logger.event("nan-guard", line, **self._where())
 
-    def _close_window(self, last: int) -> bool:
-        """What happens between two accumulation windows; True after a rollback."""
+    def _where(self) -> dict[str, int]:
+        """The place in the log of what concerns the window that ended at the boundary."""
+        return {"opt_step": self.state.opt_step, "micro_step": self._boundary.micro_step}
+
+    def _after_micro_step(self, last: int) -> bool:
+        """Outcomes, the log, validation and saving, as far as due; True after a rollback."""
         state, config = self.state, self.config
-        if not self._progressed:
-            return self._strike()
-        state.strikes = 0
-        self._flush_losses()
-        state.tokens_seen += self._meter.window_tokens
-        loss = self._meter.close_window()
-        alarm = state.spike.check(loss)
-        if alarm is not None:
-            self.logger.event(
-                "spike", f"[spike] {alarm}", opt_step=state.opt_step, micro_step=state.micro_step
-            )
-        self.logger.advance(state.opt_step, loss)
-        self._mark_boundary()
-        at_end = state.opt_step >= last
-        with self._meter.paused():
-            if self.val_dataset is not None and (
-                at_end or (config.eval_interval and state.opt_step % config.eval_interval == 0)
-            ):
-                self._validate()
-            if at_end or state.opt_step % config.save_every == 0:
-                self._save()
+        if self._take_in():  # the window before, which train_step has read; still our boundary
+            return True
+        closed = state.window_micro_step % config.gradient_accumulation_steps == 0
+        if closed:
+            self._mark_boundary(self._boundary.samples_seen)
+        row_due, counted = state.micro_step % config.log_every == 0, state.opt_step
+        must_know = row_due or (closed and any(self._due(counted + 1, last)))
+        if (must_know or not self.late_guard) and self._settle():
+            return True
+        if row_due:
+            self._log_row()
+            if closed:
+                self._boundary.log_sums = self._meter.log_sums
+        if closed and state.opt_step > counted:
+            validation, save = self._due(state.opt_step, last)
+            with self._meter.paused():
+                if validation:
+                    self._validate()
+                if save:
+                    self._save(at_end=state.opt_step >= config.max_steps)
         return False
 
-    def _mark_boundary(self) -> None:
-        self._boundary = (self.state.snapshot(), _random_state())
+    def _due(self, opt_step: int, last: int) -> tuple[bool, bool]:
+        """Whether a validation, and whether a save, belongs behind this optimizer step."""
+        at_end, every = opt_step >= last, self.config.eval_interval
+        validation = at_end or (every > 0 and opt_step % every == 0)
+        save = at_end or opt_step % self.config.save_every == 0
+        return validation and self.val_dataset is not None, save
 
-    def _flush_losses(self) -> None:
-        """Moves what the micro-steps left on the device into the log and accumulation windows."""
-        for metrics in self._meter.pending:
-            value, tokens = float(metrics["loss_sum"]), int(metrics["tokens"])
-            if math.isfinite(value):
-                self.state.log_loss_sum += value
-                self.state.log_tokens += tokens
-                self._meter.window_loss_sum += value
-                self._meter.window_tokens += tokens
-            if "grad_norm" in metrics:
-                self._meter.grad_norm = float(metrics["grad_norm"])
-        self._meter.pending.clear()
+    def _mark_boundary(self, window_start: int) -> None:
+        sums = self._meter.log_sums
+        self._boundary = Boundary.after(self.state, window_start=window_start, log_sums=sums)
+
+    def _settle(self) -> bool:
+        """Reads the outcome of the last update if nobody has yet; True after a rollback."""
+        self.state.opt_step = settle(
+            self.optimizer, self.scheduler, self._guard_line, self.state.opt_step
+        )
+        return self._take_in()
+
+    def _take_in(self) -> bool:
+        """Puts an outcome that has been read into the books; True after a rollback.
+
+        Its window is the one that ended at the present boundary.
+        """
+        state, outcome = self.state, self._window.take()
+        if outcome is None:
+            return False
+        state.take_in(outcome, window_start=self._boundary.window_start)
+        if outcome.dropped:
+            return state.strikes >= self.config.nan_guard_max_consecutive and self._roll_back()
+        self._meter.grad_norm = outcome.grad_norm
+        alarm = state.spike.check(outcome.loss) if math.isfinite(outcome.loss) else None
+        if alarm is not None:
+            self.logger.event("spike", f"[spike] {alarm}", **self._where())
+        self.logger.advance(state.opt_step, outcome.loss)
+        return False
 
     def _log_row(self) -> None:
         state, meter = self.state, self._meter
-        self._flush_losses()
+        loss = meter.mean_loss()  # waits for the device, so the time below is that of its work
         tps = meter.tokens_per_sec()
         peak = hardware.peak_bf16_flops(hardware.device_name(self.device))
         row = {
             "opt_step": state.opt_step,
             "micro_step": state.micro_step,
-            "loss": state.log_loss_sum / state.log_tokens if state.log_tokens else math.nan,
+            "loss": loss,
             "lr": self.scheduler.get_last_lr()[0],
             "tps": tps,
             "grad_norm": meter.grad_norm,
@@ -353,7 +371,6 @@ class Pretrainer:
         if peak is not None and self.device.type == "cuda":
             row["mfu"] = model_flops_per_token(self.model.cfg) * tps / peak
         self.logger.log(row)
-        state.log_loss_sum, state.log_tokens = 0.0, 0
         if meter.first_sec is not None:
             self.logger.info(f"first micro-step took {meter.first_sec:.1f} s")
         meter.restart()
@@ -368,14 +385,13 @@ class Pretrainer:
             )  # fmt: skip
         except EvaluationStopped:
             return
-        where = {"opt_step": self.state.opt_step, "micro_step": self.state.micro_step}
-        self.logger.log_validation({**where, "val_loss": loss, "val_tokens": tokens})
+        self.logger.log_validation({**self._where(), "val_loss": loss, "val_tokens": tokens})
 
-    def _save(self, *, boundary: bool = False) -> None:
-        """Writes a checkpoint, with ``boundary`` of the last one: an open window is replayed."""
+    def _save(self, *, at_end: bool) -> None:
+        """Writes a checkpoint of the last boundary: an open window is replayed."""
         if self.checkpoints is None:
             return
-        state, random = self._boundary if boundary else (self.state, _random_state())
+        state = self._boundary.rewound(self.state)
         meta = {
             "state": state.to_dict(),
             "config": dataclasses.asdict(self.config),
@@ -383,35 +399,18 @@ class Pretrainer:
             "model": dataclasses.asdict(self.model.cfg),
             "wandb_id": self.logger.wandb_id,
         }
-        training = {"optimizer": self.optimizer.state_dict(), "random": random}
-        at_end = boundary or state.opt_step >= self.config.max_steps
+        training = {"optimizer": self.optimizer.state_dict(), "random": self._boundary.random}
         try:
             self.checkpoints.save(state.opt_step, self.model.state_dict(), training, meta)
             self.state.rollbacks = 0
         except CheckpointWriteError as problem:
             # The next may succeed, and the run is worth more than one file; the last has no next.
-            where = {"opt_step": state.opt_step, "micro_step": state.micro_step}
-            self.logger.event("save-failed", f"[warn] {problem}", **where)
+            self.logger.event("save-failed", f"[warn] {problem}", **self._where())
             if at_end:
                 raise UserError(f"The last checkpoint could not be written: {problem}") from problem
 
-    def _strike(self) -> bool:
-        """Counts a dropped window; after too many in a row rolls back, and returns True."""
-        state, config = self.state, self.config
-        self._meter.pending.clear()
-        self._meter.close_window()
-        if state.strikes == 0:
-            state.first_strike_sample = self._boundary[0].samples_seen
-        state.strikes += 1
-        state.dropped_windows += 1
-        if state.strikes >= config.nan_guard_max_consecutive:
-            self._roll_back()
-            return True
-        self._mark_boundary()
-        return False
-
-    def _roll_back(self) -> None:
-        lost, config = self.state, self.config
+    def _roll_back(self) -> bool:
+        lost, config, span_end = self.state, self.config, self._boundary.samples_seen
         after = f"{lost.strikes} windows in a row without a finite loss and gradient"
         if lost.rollbacks >= config.max_rollbacks:
             raise RuntimeError(f"[nan-guard] {after}, after {lost.rollbacks} rollbacks: giving up.")
@@ -419,20 +418,21 @@ class Pretrainer:
         if checkpoint is None:
             raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
         self._restore(checkpoint)
+        self._window.forget()
         state = self.state
-        state.skip_spans = [*lost.skip_spans, (lost.first_strike_sample, lost.samples_seen)]
+        state.skip_spans = [*lost.skip_spans, (lost.first_strike_sample, span_end)]
         state.dropped_windows, state.rollbacks = lost.dropped_windows, lost.rollbacks + 1
         state.strikes = 0
-        self._mark_boundary()
-        self._meter.restart()
+        self._meter.restart(loss_sum=state.log_loss_sum, tokens=state.log_tokens)
+        self._mark_boundary(state.samples_seen)
         self.logger.rewind(state.micro_step)
         self.logger.event(
             "rollback",
             f"[nan-guard] {after}: back to opt_step {state.opt_step}, skipping samples "
-            f"{lost.first_strike_sample:,} to {lost.samples_seen:,}",
-            opt_step=state.opt_step,
-            micro_step=state.micro_step,
+            f"{lost.first_strike_sample:,} to {span_end:,}",
+            **self._where(),
         )
+        return True
 
 
 def pretrain_command(

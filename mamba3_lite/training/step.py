@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mamba3_lite.training.config import TrainingConfig
-from mamba3_lite.training.guard import AccumulationWindow
+from mamba3_lite.training.guard import AccumulationWindow, Verdict
 from mamba3_lite.training.losses import next_token_loss
-from mamba3_lite.training.optim import gradient_norm, scale_gradients
+from mamba3_lite.training.optim import gradient_norm, update
 
 
 def train_step(
@@ -33,55 +33,75 @@ def train_step(
 
     Gradients are those of the summed loss; they are divided by the number of counted tokens of the
     whole window when it closes, so every token weighs the same however the window is cut. A window
-    with a non-finite loss or gradient norm changes nothing.
+    with a non-finite loss or gradient norm changes nothing: the device itself skips the update.
+
+    When the host learns of that is up to ``AccumulationWindow.of(optimizer).late``. False, the
+    default: at once, which on a GPU waits for the device. True: when the next window closes, just
+    before its own update, so the learning rate is right and the device has work meanwhile; until
+    then an update is not counted, and :func:`settle` counts the last one.
 
     Args:
         tokens, targets: (B, T) int64; targets of -100 do not count.
         micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a
             multiple of the accumulation.
         segment_ids: (B, T) document numbers; the model's state is reset where they change.
-        opt_steps: optimizer steps taken so far.
+        opt_steps: optimizer steps known to have been taken so far.
 
     Returns:
         Metrics (0-d tensors on the model's device: loss_sum, tokens, loss, and at a window's end
-        grad_norm; a float: lr), or ``None`` when the micro-step is known to be dropped; and the new
-        count of optimizer steps.
+        grad_norm and skipped, 1 or 0; a float: lr), or ``None`` when the window is known to be
+        dropped; and the new count of optimizer steps.
     """
     accumulation = config.gradient_accumulation_steps
     window = AccumulationWindow.of(optimizer)
     if micro_step % accumulation == 0:
         window.open(optimizer, tokens.numel() * accumulation)
-    metrics: dict[str, Any] | None = None
-    if not window.dropped:
-        with amp_context:
-            loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
-        (loss_sum / window.divisor).backward()
-        loss_sum = loss_sum.detach()
-        window.add(loss_sum, count)
-        metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
-        # On a CPU looking costs nothing; on a GPU it would stop the queue, so it waits for the
-        # window's end.
-        if config.nan_guard and loss_sum.device.type == "cpu" and not torch.isfinite(loss_sum):
-            window.drop(optimizer)
-            log(f"[nan-guard] loss {float(loss_sum)} at micro_step {micro_step}: window dropped")
-            metrics = None
-    if (micro_step + 1) % accumulation == 0 and not window.dropped:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        rescale = window.divisor / torch.as_tensor(window.tokens).clamp_min(1).to(loss_sum)
-        norm = gradient_norm(parameters) * rescale
-        if config.nan_guard and not bool(torch.isfinite(norm + window.loss_sum)):
-            window.drop(optimizer)
-            problem = f"gradient norm {float(norm)} at micro_step {micro_step}"
-            log(f"[nan-guard] {problem}: window dropped")
-            metrics = None
-        else:
-            clip = (config.max_grad_norm / (norm + 1e-6)).clamp_max(1)
-            scale_gradients(parameters, rescale * clip)
-            optimizer.step()
-            scheduler.step()
-            opt_steps += 1
-            assert metrics is not None
-            metrics["grad_norm"] = norm
-    if metrics is not None:
-        metrics["lr"] = scheduler.get_last_lr()[0]
-    return metrics, opt_steps
+    with amp_context:
+        loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
+    (loss_sum / window.divisor).backward()
+    loss_sum = loss_sum.detach()
+    window.add(loss_sum, count)
+    metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
+    if (micro_step + 1) % accumulation == 0:
+        opt_steps = settle(optimizer, scheduler, log, opt_steps)
+        metrics |= _close(window, optimizer, config, micro_step)
+        if not window.late:
+            before, opt_steps = opt_steps, settle(optimizer, scheduler, log, opt_steps)
+            if opt_steps == before:
+                return None, opt_steps
+    return {**metrics, "lr": scheduler.get_last_lr()[0]}, opt_steps
+
+
+def settle(
+    optimizer: Optimizer, scheduler: LRScheduler, log: Callable[[str], None], opt_steps: int
+) -> int:
+    """The count of optimizer steps with the last update in it, if that has not been counted yet.
+
+    Waits for the device to get past that update. If it took place, the schedule moves on; if not,
+    ``log`` is told, and nothing has changed.
+    """
+    outcome = AccumulationWindow.of(optimizer).read()
+    if outcome is None:
+        return opt_steps
+    if outcome.dropped:
+        log(outcome.line)
+        return opt_steps
+    scheduler.step()
+    return opt_steps + 1
+
+
+def _close(
+    window: AccumulationWindow, optimizer: Optimizer, config: TrainingConfig, micro_step: int
+) -> dict[str, Tensor]:
+    """Sends the update of a full window and its verdict on their way; waits for neither."""
+    loss_sum, counted = torch.as_tensor(window.loss_sum), torch.as_tensor(window.tokens)
+    norm = gradient_norm(optimizer)
+    weight = counted.clamp_min(1).to(norm.dtype) / window.divisor
+    norm = norm / weight
+    # The one place where a window is judged; ranks that train together must agree here.
+    bad = ~torch.isfinite(norm + loss_sum)
+    skip = bad.float() if config.nan_guard else torch.zeros_like(bad, dtype=torch.float32)
+    excess = ((norm + 1e-6) / config.max_grad_norm).clamp_min(1)
+    update(optimizer, divisor=weight * excess, skip=skip)
+    window.verdict = Verdict(skip, loss_sum, counted, norm, micro_step)
+    return {"grad_norm": norm, "skipped": skip}

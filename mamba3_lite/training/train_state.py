@@ -1,12 +1,14 @@
 """All bookkeeping of a run in one object, saved and loaded whole."""
 
-import copy
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mamba3_lite.errors import UserError
-from mamba3_lite.training.guard import SpikeAlarm
+from mamba3_lite.training.guard import Outcome, SpikeAlarm
 
 
 @dataclass
@@ -26,7 +28,7 @@ class TrainState:
     first_strike_sample: int = 0
     rollbacks: int = 0  # since the last checkpoint that holds progress
     skip_spans: list[tuple[int, int]] = field(default_factory=list)  # [start, stop) global samples
-    log_loss_sum: float = 0.0  # of the log window that is still open
+    log_loss_sum: float = 0.0  # of the log window that is still open, as of the last checkpoint
     log_tokens: int = 0
     spike: SpikeAlarm = field(default_factory=SpikeAlarm)
 
@@ -40,9 +42,16 @@ class TrainState:
         if self.window_micro_step % accumulation:
             self.micro_offset = self.micro_step
 
-    def snapshot(self) -> "TrainState":
-        """An independent copy."""
-        return copy.deepcopy(self)
+    def take_in(self, outcome: Outcome, *, window_start: int) -> None:
+        """Counts a window that began at the global sample ``window_start``."""
+        if not outcome.dropped:
+            self.strikes = 0
+            self.tokens_seen += outcome.tokens
+            return
+        if self.strikes == 0:
+            self.first_strike_sample = window_start
+        self.strikes += 1
+        self.dropped_windows += 1
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; floats survive exactly."""
@@ -58,3 +67,45 @@ class TrainState:
         # JSON knows no tuples.
         spans = [(start, stop) for start, stop in saved["skip_spans"]]
         return cls(**{**saved, "skip_spans": spans, "spike": SpikeAlarm(**saved["spike"])})
+
+
+@dataclass
+class Boundary:
+    """What micro-steps move, as it was between two windows; the rest moves with outcomes only.
+
+    A state with these values put back is the run at that boundary, once the outcome of the window
+    that ended there has been taken in, so a checkpoint can be written from inside the next window.
+    """
+
+    window_start: int  # samples_seen when the window that ended here began
+    samples_seen: int
+    micro_step: int
+    log_sums: Tensor  # (2,) float64 on the device: see Meter
+    random: dict[str, Tensor]
+
+    @classmethod
+    def after(cls, state: TrainState, *, window_start: int, log_sums: Tensor) -> "Boundary":
+        """The one where ``state`` stands."""
+        return cls(window_start, state.samples_seen, state.micro_step, log_sums, _random_state())
+
+    def rewound(self, state: TrainState) -> TrainState:
+        """``state`` as it was here."""
+        loss_sum, tokens = self.log_sums.tolist()
+        return dataclasses.replace(
+            state, samples_seen=self.samples_seen, micro_step=self.micro_step,
+            log_loss_sum=loss_sum, log_tokens=int(tokens),
+        )  # fmt: skip
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(saved: dict[str, Tensor]) -> None:
+    """The generators as a :class:`Boundary` has them; CUDA's only where there is one."""
+    torch.set_rng_state(saved["cpu"])
+    if torch.cuda.is_available() and "cuda" in saved:
+        torch.cuda.set_rng_state(saved["cuda"])

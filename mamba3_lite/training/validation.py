@@ -41,7 +41,8 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = torch.zeros((), dtype=torch.int64, device=device)
     try:
         for i, batch in enumerate(DataLoader(dataset, batch_size=batch_size)):
             if max_batches and i >= max_batches:
@@ -55,7 +56,7 @@ def evaluate(
             with amp_context:
                 loss, count = next_token_loss(model, x, y, segment_ids=segments)
             total += loss.double()
-            tokens += int(count)
+            tokens += count
     finally:
         model.train(was_training)
-    return float(total) / max(1, tokens), tokens
+    return float(total) / max(1, int(tokens)), int(tokens)

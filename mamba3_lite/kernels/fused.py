@@ -1,0 +1,482 @@
+"""The whole complex SSD, forward and backward, as a real SSD in a frame that turns with the phase.
+
+Legend: B batch, T time, H heads, P (also D) channels of a head, N complex state width, C tokens of
+a chunk, nc chunks. The projection is one tensor (B, T, W), W = H (P + 4 N + 1), whose columns are
+x, Re B, Im B, Re C, Im C (head-major each) and dt; its gradient has the same layout, so nothing is
+sliced, copied or concatenated outside.
+
+With s = softplus(dt), A = alpha + i beta, theta_t = beta sum_{k<=t} s_k and a_t = alpha times the sum
+inside the chunk (docs/concepts/ssd_theory.md):
+
+    b = B e^{-i theta}, c = conj(C e^{i theta})        both as (real, imaginary) pairs
+    S[t, j] = c_t . b_j + over imaginary parts,  M = S e^{a_t - a_j} for j <= t
+    y_t = sum_j M[t, j] x_j + e^{a_t} c_t . h          h (2N, P): the state before the chunk
+    h'  = e^{a_end} h + sum_j e^{a_end - a_j} b_j x_j^T
+
+In that frame the carried state needs no rotation; it equals the true state turned by -theta. The
+phase is a sum over the whole sequence, so it is kept in float64, as turns, and only the fraction of
+a turn is rounded to float32: right at any length.
+
+Four kernels: ``phase_kernel`` (one number a token and head), ``carry_kernel`` (walks the chunks
+with the state on chip; backwards in time it carries the gradient of the state), ``output_kernel``
+and ``gradient_kernel`` (every chunk at once). Nothing is accumulated in memory, so results are
+bitwise repeatable. Products take bfloat16, float16 or float32 (as TF32) operands and add up in
+float32.
+"""
+
+import triton
+import triton.language as tl
+
+# A token that decays the state by e^-30 has erased it; beyond that the prefix sums of its chunk
+# would only lose digits.
+_SMALLEST_LOG_DECAY = tl.constexpr(-30.0)
+_TURNS_PER_RADIAN = tl.constexpr(0.15915494309189535)
+_RADIANS_PER_TURN = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def _dot(left, right, total):
+    # A float32 product in three TF32 ones: a single one truncates its operands to 10 bits, which
+    # would cost the float32 path three digits. Narrower operands are not touched.
+    return tl.dot(left, right, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x) in float32 with a small relative error for every x."""
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    # log(u) e / (u - 1) is log1p(e) whatever 1 + e was rounded to.
+    exact = u == 1.0
+    log1p = tl.where(exact, e, tl.log(u) * (e / tl.where(exact, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def phase_kernel(
+    proj, a_re, a_im, log_decay, cos, sin, T, padded,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H,). Writes log_decay, cos and sin, each (B, H, padded) float32.
+
+    ``log_decay`` is the inclusive prefix sum of alpha s inside its chunk, cos and sin are those of
+    theta. ``padded`` is nc C; tokens from T on have s = 0. BLOCK is a multiple of C.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    head = program % H
+    alpha = tl.load(a_re + head).to(tl.float64)
+    turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
+    column = proj + (program // H) * T * (H * (P + 4 * N + 1)) + H * (P + 4 * N) + head
+    base = tl.zeros((), tl.float64)
+    for start in range(0, padded, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        dt = tl.load(column + t.to(tl.int64) * (H * (P + 4 * N + 1)), mask=t < T, other=0.0)
+        s = tl.where(t < T, _softplus(dt.to(tl.float32)), 0.0).to(tl.float64)
+        step = tl.maximum(alpha * s, tl.full((), _SMALLEST_LOG_DECAY, tl.float64))
+        prefix = tl.cumsum(tl.reshape(step, (BLOCK // C, C)), 1)
+        theta = base + tl.cumsum(turns * s, 0)
+        base += tl.sum(turns * s, 0)
+        angle = (theta - tl.floor(theta + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+        out = program * padded + t
+        keep = t < padded
+        tl.store(log_decay + out, tl.reshape(prefix, (BLOCK,)).to(tl.float32), mask=keep)
+        tl.store(cos + out, tl.cos(angle), mask=keep)
+        tl.store(sin + out, tl.sin(angle), mask=keep)
+
+
+@triton.jit
+def _load_rows(
+    base, tokens, left, columns, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tile (C, columns) of rows ``tokens`` from ``base``; rows from ``left``, columns from WIDTH on are 0."""
+    pointers = base + tokens[:, None] * STRIDE + columns[None, :]
+    if ALL_ROWS and ALL_COLUMNS:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(tokens < left)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    base, tokens, left, columns, tile, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    pointers = base + tokens[:, None] * STRIDE + columns[None, :]
+    tile = tile.to(base.dtype.element_ty)
+    if ALL_ROWS and ALL_COLUMNS:
+        tl.store(pointers, tile)
+    else:
+        tl.store(pointers, tile, mask=(tokens < left)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _load_state(base, n, p, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
+    """Real and imaginary tile (n, p) of a state (2, N, P)."""
+    pointers = base + n[:, None] * P + p[None, :]
+    if ALL:
+        return tl.load(pointers), tl.load(pointers + N * P)
+    keep = (n < N)[:, None] & (p < P)[None, :]
+    return tl.load(pointers, mask=keep, other=0.0), tl.load(pointers + N * P, mask=keep, other=0.0)
+
+
+@triton.jit
+def _store_state(base, n, p, re, im, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
+    pointers = base + n[:, None] * P + p[None, :]
+    re = re.to(base.dtype.element_ty)
+    im = im.to(base.dtype.element_ty)
+    if ALL:
+        tl.store(pointers, re)
+        tl.store(pointers + N * P, im)
+    else:
+        keep = (n < N)[:, None] & (p < P)[None, :]
+        tl.store(pointers, re, mask=keep)
+        tl.store(pointers + N * P, im, mask=keep)
+
+
+@triton.jit
+def _turn(re, im, cos, sin):
+    """(re + i im)(cos - i sin), row by row."""
+    re = re.to(tl.float32)
+    im = im.to(tl.float32)
+    return re * cos[:, None] + im * sin[:, None], im * cos[:, None] - re * sin[:, None]
+
+
+@triton.jit
+def _load_turned(
+    row, col_re, tokens, left, n, cos, sin, SIGN: tl.constexpr,
+    W: tl.constexpr, HN: tl.constexpr, N: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_N: tl.constexpr,
+):  # fmt: skip
+    """b (SIGN 1) or c (SIGN -1) of a chunk: columns n of the pair at ``col_re``, turned, rounded."""
+    re = _load_rows(row + col_re, tokens, left, n, W, N, ALL_ROWS, ALL_N)
+    im = _load_rows(row + col_re + HN, tokens, left, n, W, N, ALL_ROWS, ALL_N)
+    turned_re, turned_im = _turn(re, SIGN * im.to(tl.float32), cos, sin)
+    return turned_re.to(re.dtype), turned_im.to(re.dtype)
+
+
+@triton.jit
+def _segments_of(segments, batch, chunk, tokens, T, C: tl.constexpr):
+    """Document of each token of a chunk, of its last one, and of the token before the chunk."""
+    first = segments + batch * T
+    own = tl.load(first + tl.minimum(chunk * C + tokens, T - 1))
+    last = tl.load(first + tl.minimum(chunk * C + C - 1, T - 1))
+    before = tl.load(first + tl.maximum(chunk * C - 1, 0))
+    return own, last, before
+
+
+@triton.jit
+def carry_kernel(
+    proj, values, log_decay, cos, sin, segments, initial, states, last_state, kept,
+    T, n_chunks, chunks_per_split,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, BACKWARD: tl.constexpr, ALL_ROWS: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    STORE_STATES: tl.constexpr, STORE_LAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H, tiles of the state, splits of the sequence).
+
+    Forward, states (B, H, nc, 2, N, P) takes the state before each chunk. Backward in time, with
+    values = dy and the turned C in the place of B, states (B, H, nc + 1, 2, N, P) takes the
+    gradient of the state before each chunk, and of the last one.
+
+    A split starts from ``initial`` (B, H, splits, 2, N, P) float32, or zero, and leaves the state
+    after its last chunk in ``last_state`` (the same shape) and the factor that it put on what it
+    started from in ``kept`` (B, H, splits). values: x inside proj, or dy (B, T, H, P).
+    """
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    VALUE_STRIDE: tl.constexpr = H * P if BACKWARD else W
+    COL: tl.constexpr = H * (P + 2 * N) if BACKWARD else H * P
+    SIGN: tl.constexpr = -1 if BACKWARD else 1
+    ALL_N: tl.constexpr = N % TILE_N == 0
+    ALL_P: tl.constexpr = P % TILE_P == 0
+    P_TILES: tl.constexpr = (P + TILE_P - 1) // TILE_P
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // H
+    head = program % H
+    split = tl.program_id(2)
+    n = (tl.program_id(1) // P_TILES) * TILE_N + tl.arange(0, TILE_N)
+    p = (tl.program_id(1) % P_TILES) * TILE_P + tl.arange(0, TILE_P)
+    tokens = tl.arange(0, C)
+    own_split = program * tl.num_programs(2) + split
+    if HAS_INITIAL:
+        h_re, h_im = _load_state(initial + own_split * (2 * N * P), n, p, N, P, ALL_N and ALL_P)
+    else:
+        h_re = tl.zeros((TILE_N, TILE_P), tl.float32)
+        h_im = tl.zeros((TILE_N, TILE_P), tl.float32)
+    whole = 1.0
+    decay_row = program * n_chunks * C
+    first = split * chunks_per_split
+    for i in range(first, tl.minimum(first + chunks_per_split, n_chunks)):
+        chunk = n_chunks - 1 - i if BACKWARD else i
+        if STORE_STATES:
+            slot = program * (n_chunks + 1) + chunk + 1 if BACKWARD else program * n_chunks + chunk
+            _store_state(states + slot * (2 * N * P), n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+        here = decay_row + chunk * C
+        a = tl.load(log_decay + here + tokens)
+        a_end = tl.load(log_decay + here + C - 1)
+        weight = tl.exp(a) if BACKWARD else tl.exp(a_end - a)
+        over = tl.exp(a_end)
+        if HAS_SEGMENTS:
+            own, last, before = _segments_of(segments, batch, chunk, tokens, T, C)
+            weight = tl.where(own == (before if BACKWARD else last), weight, 0.0)
+            over = tl.where(before == last, over, 0.0)
+        row = batch * T + chunk * C
+        left = T - chunk * C
+        b_re, b_im = _load_turned(
+            proj + row * W, COL + head * N, tokens, left, n,
+            tl.load(cos + here + tokens) * weight, tl.load(sin + here + tokens) * weight,
+            SIGN, W, H * N, N, ALL_ROWS, ALL_N,
+        )  # fmt: skip
+        v = _load_rows(
+            values + row * VALUE_STRIDE + head * P, tokens, left, p, VALUE_STRIDE, P, ALL_ROWS, ALL_P
+        )
+        h_re = _dot(tl.trans(b_re), v, h_re * over)
+        h_im = _dot(tl.trans(b_im), v, h_im * over)
+        whole *= over
+    if STORE_STATES and BACKWARD:
+        if split == tl.num_programs(2) - 1:
+            out = states + program * (n_chunks + 1) * (2 * N * P)
+            _store_state(out, n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+    if STORE_LAST:
+        out = last_state + own_split * (2 * N * P)
+        _store_state(out, n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+        tl.store(kept + own_split, whole)
+
+
+@triton.jit
+def output_kernel(
+    proj, log_decay, cos, sin, segments, states, y, T, n_chunks,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B nc H, tiles of P): y (B, T, H, P) from the projection and the states before chunks."""
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    ALL_N: tl.constexpr = N % TILE_N == 0
+    ALL_P: tl.constexpr = P % TILE_P == 0
+    # Heads are neighbours in memory, so they are neighbours in the grid.
+    program = tl.program_id(0).to(tl.int64)
+    head = program % H
+    chunk = program // H % n_chunks
+    batch = program // (H * n_chunks)
+    stream = batch * H + head
+    p = tl.program_id(1) * TILE_P + tl.arange(0, TILE_P)
+    tokens = tl.arange(0, C)
+    here = (stream * n_chunks + chunk) * C + tokens
+    a = tl.load(log_decay + here)
+    cos_t = tl.load(cos + here)
+    sin_t = tl.load(sin + here)
+    row = proj + (batch * T + chunk * C) * W
+    left = T - chunk * C
+    x = _load_rows(row + head * P, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+    scores = tl.zeros((C, C), tl.float32)
+    acc = tl.zeros((C, TILE_P), tl.float32)
+    for n0 in range(0, N, TILE_N):
+        n = n0 + tl.arange(0, TILE_N)
+        b_re, b_im = _load_turned(
+            row, H * P + head * N, tokens, left, n, cos_t, sin_t,
+            1, W, H * N, N, ALL_ROWS, ALL_N,
+        )  # fmt: skip
+        c_re, c_im = _load_turned(
+            row, H * (P + 2 * N) + head * N, tokens, left, n, cos_t, sin_t,
+            -1, W, H * N, N, ALL_ROWS, ALL_N,
+        )  # fmt: skip
+        state = states + (stream * n_chunks + chunk) * (2 * N * P)
+        h_re, h_im = _load_state(state, n, p, N, P, ALL_N and ALL_P)
+        scores = _dot(c_re, tl.trans(b_re), scores)
+        scores = _dot(c_im, tl.trans(b_im), scores)
+        acc = _dot(c_re, h_re, acc)
+        acc = _dot(c_im, h_im, acc)
+    reads = tl.exp(a)
+    counts = tokens[:, None] >= tokens[None, :]
+    if HAS_SEGMENTS:
+        own, _, before = _segments_of(segments, batch, chunk, tokens, T, C)
+        reads = tl.where(own == before, reads, 0.0)
+        counts = counts & (own[:, None] == own[None, :])
+    scores *= tl.exp(tl.where(counts, a[:, None] - a[None, :], float("-inf")))
+    acc = _dot(scores.to(x.dtype), x, acc * reads[:, None])
+    out = y + ((batch * T + chunk * C) * H + head) * P
+    _store_rows(out, tokens, left, p, acc, H * P, P, ALL_ROWS, ALL_P)
+
+
+@triton.jit
+def _turning(re, im, d_re, d_im):
+    """Per row, the derivative of the loss as e^{-i angle} turns a pair further."""
+    return tl.sum(im.to(tl.float32) * d_re - re.to(tl.float32) * d_im, 1)
+
+
+@triton.jit
+def _growing(re, im, d_re, d_im):
+    """Per row, the derivative of the loss as a pair grows."""
+    return tl.sum(re.to(tl.float32) * d_re + im.to(tl.float32) * d_im, 1)
+
+
+@triton.jit
+def gradient_kernel(
+    proj, a_re, a_im, log_decay, cos, sin, segments, states, d_states, dy, d_proj, d_a,
+    T, n_chunks,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B nc H,): the whole gradient of the projection, and each chunk's share of dA.
+
+    states and d_states: what ``carry_kernel`` left forward and backward, dy (B, T, H, P), d_proj
+    like proj, d_a (B, nc, H, 2) float32.
+
+    dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
+    every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
+    chunk's edge add up to <h, dh> there; each token t in between adds its reads and takes off its
+    writes:
+
+        X_k = <h, dh> - sum_{t<k} (c_t . dc_t - b_t . db_t)
+
+    for a; and the same with the derivative along the turn for theta. The sums stay inside the
+    chunk, where their cancellation costs no digits (theory page, gradients).
+    """
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    ALL_N: tl.constexpr = N % TILE_N == 0
+    ALL_P: tl.constexpr = P % TILE_P == 0
+    # One tile holds the whole state at the usual sizes: b, c, x and dy are then read only once.
+    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
+    program = tl.program_id(0).to(tl.int64)
+    head = program % H
+    chunk = program // H % n_chunks
+    batch = program // (H * n_chunks)
+    stream = batch * H + head
+    tokens = tl.arange(0, C)
+    here = (stream * n_chunks + chunk) * C + tokens
+    a = tl.load(log_decay + here)
+    a_end = tl.load(log_decay + (stream * n_chunks + chunk) * C + C - 1)
+    cos_t = tl.load(cos + here)
+    sin_t = tl.load(sin + here)
+    row = proj + (batch * T + chunk * C) * W
+    d_row = d_proj + (batch * T + chunk * C) * W
+    dy_row = dy + ((batch * T + chunk * C) * H + head) * P
+    left = T - chunk * C
+    state = states + (stream * n_chunks + chunk) * (2 * N * P)
+    d_before = d_states + (stream * (n_chunks + 1) + chunk) * (2 * N * P)
+    d_after = d_before + 2 * N * P
+    col_b = H * P + head * N
+    col_c = H * (P + 2 * N) + head * N
+    reads = tl.exp(a)
+    writes = tl.exp(a_end - a)
+    counts = tokens[:, None] <= tokens[None, :]
+    if HAS_SEGMENTS:
+        own, last, before = _segments_of(segments, batch, chunk, tokens, T, C)
+        reads = tl.where(own == before, reads, 0.0)
+        writes = tl.where(own == last, writes, 0.0)
+        counts = counts & (own[:, None] == own[None, :])
+
+    # Rows are the token that writes, columns the one that reads: S^T and dM^T.
+    scores = tl.zeros((C, C), tl.float32)
+    d_scores = tl.zeros((C, C), tl.float32)
+    for n0 in tl.static_range(0, N, TILE_N):
+        n = n0 + tl.arange(0, TILE_N)
+        b_re, b_im = _load_turned(
+            row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
+        )
+        c_re, c_im = _load_turned(
+            row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
+        )
+        scores = _dot(b_re, tl.trans(c_re), scores)
+        scores = _dot(b_im, tl.trans(c_im), scores)
+    for p0 in tl.static_range(0, P, TILE_P):
+        p = p0 + tl.arange(0, TILE_P)
+        x = _load_rows(row + head * P, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+        dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        d_scores = _dot(x, tl.trans(dy_p), d_scores)
+    decay = tl.exp(tl.where(counts, a[None, :] - a[:, None], float("-inf")))
+    mixed = (scores * decay).to(proj.dtype.element_ty)
+    d_mixed = (d_scores * decay).to(proj.dtype.element_ty)
+
+    # x, then what writes, then what reads: what one part needs is given up before the next.
+    for p0 in tl.static_range(0, P, TILE_P):
+        dx = tl.zeros((C, TILE_P), tl.float32)
+        if not ONE_TILE:
+            p = p0 + tl.arange(0, TILE_P)
+            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        for n0 in tl.static_range(0, N, TILE_N):
+            if not ONE_TILE:
+                n = n0 + tl.arange(0, TILE_N)
+                b_re, b_im = _load_turned(
+                    row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
+                )
+            g_re, g_im = _load_state(d_after, n, p, N, P, ALL_N and ALL_P)
+            dx = _dot(b_re, g_re, dx)
+            dx = _dot(b_im, g_im, dx)
+        dx = _dot(mixed, dy_p, dx * writes[:, None])
+        _store_rows(d_row + head * P, tokens, left, p, dx, W, P, ALL_ROWS, ALL_P)
+
+    growth = tl.zeros((C,), tl.float32)
+    turn = tl.zeros((C,), tl.float32)
+    at_edge_growth = tl.zeros((TILE_N,), tl.float32)
+    at_edge_turn = tl.zeros((TILE_N,), tl.float32)
+    for n0 in tl.static_range(0, N, TILE_N):
+        if not ONE_TILE:
+            n = n0 + tl.arange(0, TILE_N)
+            b_re, b_im = _load_turned(
+                row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
+            )
+            c_re, c_im = _load_turned(
+                row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
+            )
+        db_re = tl.zeros((C, TILE_N), tl.float32)
+        db_im = tl.zeros((C, TILE_N), tl.float32)
+        for p0 in tl.static_range(0, P, TILE_P):
+            if not ONE_TILE:
+                p = p0 + tl.arange(0, TILE_P)
+                x = _load_rows(row + head * P, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+                g_re, g_im = _load_state(d_after, n, p, N, P, ALL_N and ALL_P)
+            db_re = _dot(x, tl.trans(g_re), db_re)
+            db_im = _dot(x, tl.trans(g_im), db_im)
+        db_re = _dot(d_mixed, c_re, db_re * writes[:, None])
+        db_im = _dot(d_mixed, c_im, db_im * writes[:, None])
+        growth -= _growing(b_re, b_im, db_re, db_im)
+        turn += _turning(b_re, b_im, db_re, db_im)
+        out_re, out_im = _turn(db_re, db_im, cos_t, -sin_t)
+        _store_rows(d_row + col_b, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_row + col_b + H * N, tokens, left, n, out_im, W, N, ALL_ROWS, ALL_N)
+    for n0 in tl.static_range(0, N, TILE_N):
+        if not ONE_TILE:
+            n = n0 + tl.arange(0, TILE_N)
+            b_re, b_im = _load_turned(
+                row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
+            )
+            c_re, c_im = _load_turned(
+                row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
+            )
+        dc_re = tl.zeros((C, TILE_N), tl.float32)
+        dc_im = tl.zeros((C, TILE_N), tl.float32)
+        for p0 in tl.static_range(0, P, TILE_P):
+            if not ONE_TILE:
+                p = p0 + tl.arange(0, TILE_P)
+                dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+            h_re, h_im = _load_state(state, n, p, N, P, ALL_N and ALL_P)
+            dh_re, dh_im = _load_state(d_before, n, p, N, P, ALL_N and ALL_P)
+            dh_re, dh_im = dh_re.to(tl.float32), dh_im.to(tl.float32)
+            at_edge_growth += _growing(h_re, h_im, dh_re, dh_im)
+            at_edge_turn -= _turning(h_re, h_im, dh_re, dh_im)
+            dc_re = _dot(dy_p, tl.trans(h_re), dc_re)
+            dc_im = _dot(dy_p, tl.trans(h_im), dc_im)
+        dc_re = _dot(tl.trans(d_mixed), b_re, dc_re * reads[:, None])
+        dc_im = _dot(tl.trans(d_mixed), b_im, dc_im * reads[:, None])
+        growth += _growing(c_re, c_im, dc_re, dc_im)
+        turn += _turning(c_re, c_im, dc_re, dc_im)
+        out_re, out_im = _turn(dc_re, dc_im, cos_t, -sin_t)
+        _store_rows(d_row + col_c, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_row + col_c + H * N, tokens, left, n, -out_im, W, N, ALL_ROWS, ALL_N)
+    growth = tl.sum(at_edge_growth, 0) - (tl.cumsum(growth, 0) - growth)
+    turn = tl.sum(at_edge_turn, 0) - (tl.cumsum(turn, 0) - turn)
+    alpha = tl.load(a_re + head)
+    beta = tl.load(a_im + head)
+    column = H * (P + 4 * N) + head + tokens * W
+    dt = tl.load(row + column, mask=tokens < left, other=0.0).to(tl.float32)
+    s = tl.where(tokens < left, _softplus(dt), 0.0)
+    # Nothing crosses a token that erased the state; what is left of the sums is rounding.
+    alive = alpha * s > _SMALLEST_LOG_DECAY
+    growth = tl.where(alive, growth, 0.0)
+    turn = tl.where(alive, turn, 0.0)
+    d_dt = (alpha * growth + beta * turn) / (1.0 + tl.exp(-dt))
+    tl.store(d_row + column, d_dt.to(d_proj.dtype.element_ty), mask=tokens < left)
+    share = d_a + 2 * program
+    tl.store(share, tl.sum(s * growth, 0))
+    tl.store(share + 1, tl.sum(s * turn, 0))
