@@ -32,6 +32,11 @@ VARIABLES: tuple[EnvVar, ...] = (
         "0",
         "1 makes Triton interpret its kernels on the CPU; read by Triton itself, too.",
     ),
+    EnvVar(
+        "MAMBA3_LITE_CACHE",
+        "~/.cache/mamba3_lite",
+        "Folder of what is measured once a machine: the launch plans of the fused kernels.",
+    ),
     EnvVar("TORCH_COMPILE_MODE", "", "Overrides training.compile_mode when set."),
     EnvVar("WANDB_PROJECT", "", "Switches W&B logging on and names the project."),
     EnvVar("WANDB_RUN_NAME", "", "Display name of the W&B run; W&B picks one when empty."),

@@ -5,8 +5,8 @@ a chunk, nc chunks. The projection is one tensor (B, T, W), W = H (P + 4 N + 1),
 x, Re B, Im B, Re C, Im C (head-major each) and dt; its gradient has the same layout, so nothing is
 sliced, copied or concatenated outside.
 
-With s = softplus(dt), A = alpha + i beta, theta_t = beta sum_{k<=t} s_k and a_t = alpha times the sum
-inside the chunk (docs/concepts/ssd_theory.md):
+With s = softplus(dt), A = alpha + i beta, theta_t = beta sum_{k<=t} s_k and a_t = alpha times the
+sum inside the chunk (docs/concepts/ssd_theory.md):
 
     b = B e^{-i theta}, c = conj(C e^{i theta})        both as (real, imaginary) pairs
     S[t, j] = c_t . b_j + over imaginary parts,  M = S e^{a_t - a_j} for j <= t
@@ -89,7 +89,7 @@ def _load_rows(
     base, tokens, left, columns, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tile (C, columns) of rows ``tokens`` from ``base``; rows from ``left``, columns from WIDTH on are 0."""
+    """Tile (C, columns) from ``base``; rows from ``left`` and columns from WIDTH on are 0."""
     pointers = base + tokens[:, None] * STRIDE + columns[None, :]
     if ALL_ROWS and ALL_COLUMNS:
         return tl.load(pointers)
@@ -110,27 +110,49 @@ def _store_rows(
 
 
 @triton.jit
-def _load_state(base, n, p, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
-    """Real and imaginary tile (n, p) of a state (2, N, P)."""
-    pointers = base + n[:, None] * P + p[None, :]
-    if ALL:
-        return tl.load(pointers), tl.load(pointers + N * P)
-    keep = (n < N)[:, None] & (p < P)[None, :]
-    return tl.load(pointers, mask=keep, other=0.0), tl.load(pointers + N * P, mask=keep, other=0.0)
+def _state_rows(n0, TILE_N: tl.constexpr, N: tl.constexpr):
+    """Rows of a tile of a state (2, N, P): TILE_N real ones from n0 on, then the imaginary ones."""
+    rows = tl.arange(0, 2 * TILE_N)
+    n = n0 + rows % TILE_N
+    return n + (rows // TILE_N) * N, n < N
 
 
 @triton.jit
-def _store_state(base, n, p, re, im, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
-    pointers = base + n[:, None] * P + p[None, :]
-    re = re.to(base.dtype.element_ty)
-    im = im.to(base.dtype.element_ty)
+def _load_state(
+    base, n0, p, TILE_N: tl.constexpr, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
+):
+    """Tile (2 TILE_N, p) of a state (2, N, P)."""
+    rows, inside = _state_rows(n0, TILE_N, N)
+    pointers = base + rows[:, None] * P + p[None, :]
     if ALL:
-        tl.store(pointers, re)
-        tl.store(pointers + N * P, im)
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside[:, None] & (p < P)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_state(
+    base, n0, p, tile, TILE_N: tl.constexpr, N: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
+):
+    rows, inside = _state_rows(n0, TILE_N, N)
+    pointers = base + rows[:, None] * P + p[None, :]
+    tile = tile.to(base.dtype.element_ty)
+    if ALL:
+        tl.store(pointers, tile)
     else:
-        keep = (n < N)[:, None] & (p < P)[None, :]
-        tl.store(pointers, re, mask=keep)
-        tl.store(pointers + N * P, im, mask=keep)
+        tl.store(pointers, tile, mask=inside[:, None] & (p < P)[None, :])
+
+
+@triton.jit
+def _beside(re, im):
+    """(R, N) twice -> (R, 2 N)."""
+    both = tl.permute(tl.join(re, im), (0, 2, 1))
+    return tl.reshape(both, (re.shape[0], 2 * re.shape[1]))
+
+
+@triton.jit
+def _apart(both):
+    """(R, 2 N) -> (R, N) twice."""
+    return tl.split(tl.permute(tl.reshape(both, (both.shape[0], 2, both.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -142,16 +164,31 @@ def _turn(re, im, cos, sin):
 
 
 @triton.jit
+def _load_pair(
+    base, tokens, left, n, W: tl.constexpr, HN: tl.constexpr, N: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_N: tl.constexpr,
+):  # fmt: skip
+    """Columns n of B or C, whose real parts begin at ``base``."""
+    re = _load_rows(base, tokens, left, n, W, N, ALL_ROWS, ALL_N)
+    im = _load_rows(base + HN, tokens, left, n, W, N, ALL_ROWS, ALL_N)
+    return re, im
+
+
+@triton.jit
+def _turned(re, im, cos, sin, SIGN: tl.constexpr):
+    """b (SIGN 1) or c (SIGN -1), (C, 2 N), from the columns of B or C, rounded as they were."""
+    turned_re, turned_im = _turn(re, SIGN * im.to(tl.float32), cos, sin)
+    return _beside(turned_re.to(re.dtype), turned_im.to(re.dtype))
+
+
+@triton.jit
 def _load_turned(
-    row, col_re, tokens, left, n, cos, sin, SIGN: tl.constexpr,
+    base, tokens, left, n, cos, sin, SIGN: tl.constexpr,
     W: tl.constexpr, HN: tl.constexpr, N: tl.constexpr,
     ALL_ROWS: tl.constexpr, ALL_N: tl.constexpr,
 ):  # fmt: skip
-    """b (SIGN 1) or c (SIGN -1) of a chunk: columns n of the pair at ``col_re``, turned, rounded."""
-    re = _load_rows(row + col_re, tokens, left, n, W, N, ALL_ROWS, ALL_N)
-    im = _load_rows(row + col_re + HN, tokens, left, n, W, N, ALL_ROWS, ALL_N)
-    turned_re, turned_im = _turn(re, SIGN * im.to(tl.float32), cos, sin)
-    return turned_re.to(re.dtype), turned_im.to(re.dtype)
+    re, im = _load_pair(base, tokens, left, n, W, HN, N, ALL_ROWS, ALL_N)
+    return _turned(re, im, cos, sin, SIGN)
 
 
 @triton.jit
@@ -194,15 +231,15 @@ def carry_kernel(
     batch = program // H
     head = program % H
     split = tl.program_id(2)
-    n = (tl.program_id(1) // P_TILES) * TILE_N + tl.arange(0, TILE_N)
+    n0 = (tl.program_id(1) // P_TILES) * TILE_N
+    n = n0 + tl.arange(0, TILE_N)
     p = (tl.program_id(1) % P_TILES) * TILE_P + tl.arange(0, TILE_P)
     tokens = tl.arange(0, C)
     own_split = program * tl.num_programs(2) + split
     if HAS_INITIAL:
-        h_re, h_im = _load_state(initial + own_split * (2 * N * P), n, p, N, P, ALL_N and ALL_P)
+        h = _load_state(initial + own_split * (2 * N * P), n0, p, TILE_N, N, P, ALL_N and ALL_P)
     else:
-        h_re = tl.zeros((TILE_N, TILE_P), tl.float32)
-        h_im = tl.zeros((TILE_N, TILE_P), tl.float32)
+        h = tl.zeros((2 * TILE_N, TILE_P), tl.float32)
     whole = 1.0
     decay_row = program * n_chunks * C
     first = split * chunks_per_split
@@ -210,7 +247,7 @@ def carry_kernel(
         chunk = n_chunks - 1 - i if BACKWARD else i
         if STORE_STATES:
             slot = program * (n_chunks + 1) + chunk + 1 if BACKWARD else program * n_chunks + chunk
-            _store_state(states + slot * (2 * N * P), n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+            _store_state(states + slot * (2 * N * P), n0, p, h, TILE_N, N, P, ALL_N and ALL_P)
         here = decay_row + chunk * C
         a = tl.load(log_decay + here + tokens)
         a_end = tl.load(log_decay + here + C - 1)
@@ -222,24 +259,29 @@ def carry_kernel(
             over = tl.where(before == last, over, 0.0)
         row = batch * T + chunk * C
         left = T - chunk * C
-        b_re, b_im = _load_turned(
-            proj + row * W, COL + head * N, tokens, left, n,
+        b = _load_turned(
+            proj + row * W + COL + head * N, tokens, left, n,
             tl.load(cos + here + tokens) * weight, tl.load(sin + here + tokens) * weight,
             SIGN, W, H * N, N, ALL_ROWS, ALL_N,
         )  # fmt: skip
         v = _load_rows(
-            values + row * VALUE_STRIDE + head * P, tokens, left, p, VALUE_STRIDE, P, ALL_ROWS, ALL_P
+            values + row * VALUE_STRIDE + head * P,
+            tokens,
+            left,
+            p,
+            VALUE_STRIDE,
+            P,
+            ALL_ROWS,
+            ALL_P,
         )
-        h_re = _dot(tl.trans(b_re), v, h_re * over)
-        h_im = _dot(tl.trans(b_im), v, h_im * over)
+        h = _dot(tl.trans(b), v, h * over)
         whole *= over
-    if STORE_STATES and BACKWARD:
-        if split == tl.num_programs(2) - 1:
-            out = states + program * (n_chunks + 1) * (2 * N * P)
-            _store_state(out, n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+    if STORE_STATES and BACKWARD and split == tl.num_programs(2) - 1:
+        out = states + program * (n_chunks + 1) * (2 * N * P)
+        _store_state(out, n0, p, h, TILE_N, N, P, ALL_N and ALL_P)
     if STORE_LAST:
         out = last_state + own_split * (2 * N * P)
-        _store_state(out, n, p, h_re, h_im, N, P, ALL_N and ALL_P)
+        _store_state(out, n0, p, h, TILE_N, N, P, ALL_N and ALL_P)
         tl.store(kept + own_split, whole)
 
 
@@ -249,7 +291,7 @@ def output_kernel(
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B nc H, tiles of P): y (B, T, H, P) from the projection and the states before chunks."""
+    """Grid (B nc H, tiles of P): y (B, T, H, P) from the projection and the states."""
     W: tl.constexpr = H * (P + 4 * N + 1)
     ALL_N: tl.constexpr = N % TILE_N == 0
     ALL_P: tl.constexpr = P % TILE_P == 0
@@ -272,20 +314,18 @@ def output_kernel(
     acc = tl.zeros((C, TILE_P), tl.float32)
     for n0 in range(0, N, TILE_N):
         n = n0 + tl.arange(0, TILE_N)
-        b_re, b_im = _load_turned(
-            row, H * P + head * N, tokens, left, n, cos_t, sin_t,
+        b = _load_turned(
+            row + H * P + head * N, tokens, left, n, cos_t, sin_t,
             1, W, H * N, N, ALL_ROWS, ALL_N,
         )  # fmt: skip
-        c_re, c_im = _load_turned(
-            row, H * (P + 2 * N) + head * N, tokens, left, n, cos_t, sin_t,
+        c = _load_turned(
+            row + H * (P + 2 * N) + head * N, tokens, left, n, cos_t, sin_t,
             -1, W, H * N, N, ALL_ROWS, ALL_N,
         )  # fmt: skip
         state = states + (stream * n_chunks + chunk) * (2 * N * P)
-        h_re, h_im = _load_state(state, n, p, N, P, ALL_N and ALL_P)
-        scores = _dot(c_re, tl.trans(b_re), scores)
-        scores = _dot(c_im, tl.trans(b_im), scores)
-        acc = _dot(c_re, h_re, acc)
-        acc = _dot(c_im, h_im, acc)
+        h = _load_state(state, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+        scores = _dot(c, tl.trans(b), scores)
+        acc = _dot(c, h, acc)
     reads = tl.exp(a)
     counts = tokens[:, None] >= tokens[None, :]
     if HAS_SEGMENTS:
@@ -299,43 +339,44 @@ def output_kernel(
 
 
 @triton.jit
-def _turning(re, im, d_re, d_im):
-    """Per row, the derivative of the loss as e^{-i angle} turns a pair further."""
-    return tl.sum(im.to(tl.float32) * d_re - re.to(tl.float32) * d_im, 1)
+def _pair_sums(both, d_both):
+    """Per row, the derivative of the loss as the pairs of (R, 2 N) grow, and as they turn further.
+
+    Further means by e^{-i angle}.
+    """
+    both = both.to(tl.float32)
+    re, im = _apart(both)
+    d_re, d_im = _apart(d_both)
+    return tl.sum(both * d_both, 1), tl.sum(im * d_re - re * d_im, 1)
 
 
 @triton.jit
-def _growing(re, im, d_re, d_im):
-    """Per row, the derivative of the loss as a pair grows."""
-    return tl.sum(re.to(tl.float32) * d_re + im.to(tl.float32) * d_im, 1)
+def _unturn(d_both, cos, sin):
+    """The gradient before the turn from that after it, (R, 2 N) -> (R, N) twice."""
+    d_re, d_im = _apart(d_both)
+    return _turn(d_re, d_im, cos, -sin)
 
 
 @triton.jit
 def gradient_kernel(
-    proj, a_re, a_im, log_decay, cos, sin, segments, states, d_states, dy, d_proj, d_a,
+    proj, log_decay, cos, sin, segments, states, d_states, dy, d_proj, growth, turn, edges,
     T, n_chunks,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B nc H,): the whole gradient of the projection, and each chunk's share of dA.
+    """Grid (B nc H,): the gradient of x, B and C, and what ``decay_gradient_kernel`` needs for dt.
 
     states and d_states: what ``carry_kernel`` left forward and backward, dy (B, T, H, P), d_proj
-    like proj, d_a (B, nc, H, 2) float32.
-
-    dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
-    every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
-    chunk's edge add up to <h, dh> there; each token t in between adds its reads and takes off its
-    writes:
-
-        X_k = <h, dh> - sum_{t<k} (c_t . dc_t - b_t . db_t)
-
-    for a; and the same with the derivative along the turn for theta. The sums stay inside the
-    chunk, where their cancellation costs no digits (theory page, gradients).
+    like proj. growth and turn, (B, H, nc C) float32, take c . dc - b . db of each token and the
+    same with the derivative along the turn; edges (B, H, nc, 2) float32 takes <h, dh> before the
+    chunk, likewise twice.
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
+    HN: tl.constexpr = H * N
     ALL_N: tl.constexpr = N % TILE_N == 0
     ALL_P: tl.constexpr = P % TILE_P == 0
-    # One tile holds the whole state at the usual sizes: b, c, x and dy are then read only once.
+    # One tile holds the whole state at the usual sizes: then everything is read once, and early,
+    # for a program spends most of its time waiting for memory.
     ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
     program = tl.program_id(0).to(tl.int64)
     head = program % H
@@ -344,10 +385,6 @@ def gradient_kernel(
     stream = batch * H + head
     tokens = tl.arange(0, C)
     here = (stream * n_chunks + chunk) * C + tokens
-    a = tl.load(log_decay + here)
-    a_end = tl.load(log_decay + (stream * n_chunks + chunk) * C + C - 1)
-    cos_t = tl.load(cos + here)
-    sin_t = tl.load(sin + here)
     row = proj + (batch * T + chunk * C) * W
     d_row = d_proj + (batch * T + chunk * C) * W
     dy_row = dy + ((batch * T + chunk * C) * H + head) * P
@@ -355,36 +392,55 @@ def gradient_kernel(
     state = states + (stream * n_chunks + chunk) * (2 * N * P)
     d_before = d_states + (stream * (n_chunks + 1) + chunk) * (2 * N * P)
     d_after = d_before + 2 * N * P
-    col_b = H * P + head * N
-    col_c = H * (P + 2 * N) + head * N
+    b_row = row + H * P + head * N
+    c_row = b_row + 2 * HN
+    x_row = row + head * P
+    d_b_row = d_row + H * P + head * N
+    d_c_row = d_b_row + 2 * HN
+    n0 = 0
+    n = tl.arange(0, TILE_N)
+    p = tl.arange(0, TILE_P)
+    if ONE_TILE:
+        raw_b_re, raw_b_im = _load_pair(b_row, tokens, left, n, W, HN, N, ALL_ROWS, ALL_N)
+        raw_c_re, raw_c_im = _load_pair(c_row, tokens, left, n, W, HN, N, ALL_ROWS, ALL_N)
+        x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+        dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+    a = tl.load(log_decay + here)
+    a_end = tl.load(log_decay + (stream * n_chunks + chunk) * C + C - 1)
+    cos_t = tl.load(cos + here)
+    sin_t = tl.load(sin + here)
     reads = tl.exp(a)
     writes = tl.exp(a_end - a)
-    counts = tokens[:, None] <= tokens[None, :]
+    reader_first = tokens[:, None] >= tokens[None, :]
+    writer_first = tokens[:, None] <= tokens[None, :]
     if HAS_SEGMENTS:
         own, last, before = _segments_of(segments, batch, chunk, tokens, T, C)
         reads = tl.where(own == before, reads, 0.0)
         writes = tl.where(own == last, writes, 0.0)
-        counts = counts & (own[:, None] == own[None, :])
+        same = own[:, None] == own[None, :]
+        reader_first = reader_first & same
+        writer_first = writer_first & same
+    if ONE_TILE:
+        b = _turned(raw_b_re, raw_b_im, cos_t, sin_t, 1)
+        c = _turned(raw_c_re, raw_c_im, cos_t, sin_t, -1)
 
     # Rows are the token that writes, columns the one that reads: S^T and dM^T.
     scores = tl.zeros((C, C), tl.float32)
     d_scores = tl.zeros((C, C), tl.float32)
     for n0 in tl.static_range(0, N, TILE_N):
-        n = n0 + tl.arange(0, TILE_N)
-        b_re, b_im = _load_turned(
-            row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
-        )
-        c_re, c_im = _load_turned(
-            row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
-        )
-        scores = _dot(b_re, tl.trans(c_re), scores)
-        scores = _dot(b_im, tl.trans(c_im), scores)
+        if not ONE_TILE:
+            n = n0 + tl.arange(0, TILE_N)
+            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
+        scores = _dot(b, tl.trans(c), scores)
     for p0 in tl.static_range(0, P, TILE_P):
-        p = p0 + tl.arange(0, TILE_P)
-        x = _load_rows(row + head * P, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-        dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        if not ONE_TILE:
+            p = p0 + tl.arange(0, TILE_P)
+            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
         d_scores = _dot(x, tl.trans(dy_p), d_scores)
-    decay = tl.exp(tl.where(counts, a[None, :] - a[:, None], float("-inf")))
+    decay = tl.exp(tl.where(writer_first, a[None, :] - a[:, None], float("-inf")))
     mixed = (scores * decay).to(proj.dtype.element_ty)
     d_mixed = (d_scores * decay).to(proj.dtype.element_ty)
 
@@ -397,86 +453,119 @@ def gradient_kernel(
         for n0 in tl.static_range(0, N, TILE_N):
             if not ONE_TILE:
                 n = n0 + tl.arange(0, TILE_N)
-                b_re, b_im = _load_turned(
-                    row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
-                )
-            g_re, g_im = _load_state(d_after, n, p, N, P, ALL_N and ALL_P)
-            dx = _dot(b_re, g_re, dx)
-            dx = _dot(b_im, g_im, dx)
+                b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
+                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dx = _dot(b, g, dx)
         dx = _dot(mixed, dy_p, dx * writes[:, None])
         _store_rows(d_row + head * P, tokens, left, p, dx, W, P, ALL_ROWS, ALL_P)
 
-    growth = tl.zeros((C,), tl.float32)
-    turn = tl.zeros((C,), tl.float32)
-    at_edge_growth = tl.zeros((TILE_N,), tl.float32)
-    at_edge_turn = tl.zeros((TILE_N,), tl.float32)
+    grown = tl.zeros((C,), tl.float32)
+    turned = tl.zeros((C,), tl.float32)
     for n0 in tl.static_range(0, N, TILE_N):
         if not ONE_TILE:
             n = n0 + tl.arange(0, TILE_N)
-            b_re, b_im = _load_turned(
-                row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
-            )
-            c_re, c_im = _load_turned(
-                row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
-            )
-        db_re = tl.zeros((C, TILE_N), tl.float32)
-        db_im = tl.zeros((C, TILE_N), tl.float32)
+            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
+        db = tl.zeros((C, 2 * TILE_N), tl.float32)
         for p0 in tl.static_range(0, P, TILE_P):
             if not ONE_TILE:
                 p = p0 + tl.arange(0, TILE_P)
-                x = _load_rows(row + head * P, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-                g_re, g_im = _load_state(d_after, n, p, N, P, ALL_N and ALL_P)
-            db_re = _dot(x, tl.trans(g_re), db_re)
-            db_im = _dot(x, tl.trans(g_im), db_im)
-        db_re = _dot(d_mixed, c_re, db_re * writes[:, None])
-        db_im = _dot(d_mixed, c_im, db_im * writes[:, None])
-        growth -= _growing(b_re, b_im, db_re, db_im)
-        turn += _turning(b_re, b_im, db_re, db_im)
-        out_re, out_im = _turn(db_re, db_im, cos_t, -sin_t)
-        _store_rows(d_row + col_b, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
-        _store_rows(d_row + col_b + H * N, tokens, left, n, out_im, W, N, ALL_ROWS, ALL_N)
+                x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            db = _dot(x, tl.trans(g), db)
+        db = _dot(d_mixed, c, db * writes[:, None])
+        b_growth, b_turn = _pair_sums(b, db)
+        grown -= b_growth
+        turned += b_turn
+        out_re, out_im = _unturn(db, cos_t, sin_t)
+        _store_rows(d_b_row, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_b_row + HN, tokens, left, n, out_im, W, N, ALL_ROWS, ALL_N)
+
+    # dM again, with readers as rows: one more product costs less than turning dM^T around.
+    d_scores = tl.zeros((C, C), tl.float32)
+    for p0 in tl.static_range(0, P, TILE_P):
+        if not ONE_TILE:
+            p = p0 + tl.arange(0, TILE_P)
+            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        d_scores = _dot(dy_p, tl.trans(x), d_scores)
+    decay = tl.exp(tl.where(reader_first, a[:, None] - a[None, :], float("-inf")))
+    d_mixed = (d_scores * decay).to(proj.dtype.element_ty)
+    edge_growth = tl.zeros((TILE_P,), tl.float32)
+    edge_turn = tl.zeros((TILE_P,), tl.float32)
     for n0 in tl.static_range(0, N, TILE_N):
         if not ONE_TILE:
             n = n0 + tl.arange(0, TILE_N)
-            b_re, b_im = _load_turned(
-                row, col_b, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N
-            )
-            c_re, c_im = _load_turned(
-                row, col_c, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N
-            )
-        dc_re = tl.zeros((C, TILE_N), tl.float32)
-        dc_im = tl.zeros((C, TILE_N), tl.float32)
+            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
+        dc = tl.zeros((C, 2 * TILE_N), tl.float32)
         for p0 in tl.static_range(0, P, TILE_P):
             if not ONE_TILE:
                 p = p0 + tl.arange(0, TILE_P)
                 dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-            h_re, h_im = _load_state(state, n, p, N, P, ALL_N and ALL_P)
-            dh_re, dh_im = _load_state(d_before, n, p, N, P, ALL_N and ALL_P)
-            dh_re, dh_im = dh_re.to(tl.float32), dh_im.to(tl.float32)
-            at_edge_growth += _growing(h_re, h_im, dh_re, dh_im)
-            at_edge_turn -= _turning(h_re, h_im, dh_re, dh_im)
-            dc_re = _dot(dy_p, tl.trans(h_re), dc_re)
-            dc_im = _dot(dy_p, tl.trans(h_im), dc_im)
-        dc_re = _dot(tl.trans(d_mixed), b_re, dc_re * reads[:, None])
-        dc_im = _dot(tl.trans(d_mixed), b_im, dc_im * reads[:, None])
-        growth += _growing(c_re, c_im, dc_re, dc_im)
-        turn += _turning(c_re, c_im, dc_re, dc_im)
-        out_re, out_im = _turn(dc_re, dc_im, cos_t, -sin_t)
-        _store_rows(d_row + col_c, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
-        _store_rows(d_row + col_c + H * N, tokens, left, n, -out_im, W, N, ALL_ROWS, ALL_N)
-    growth = tl.sum(at_edge_growth, 0) - (tl.cumsum(growth, 0) - growth)
-    turn = tl.sum(at_edge_turn, 0) - (tl.cumsum(turn, 0) - turn)
-    alpha = tl.load(a_re + head)
-    beta = tl.load(a_im + head)
-    column = H * (P + 4 * N) + head + tokens * W
-    dt = tl.load(row + column, mask=tokens < left, other=0.0).to(tl.float32)
-    s = tl.where(tokens < left, _softplus(dt), 0.0)
+            h = _load_state(state, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dh = _load_state(d_before, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dc = _dot(dy_p, tl.trans(h), dc)
+            h_growth, h_turn = _pair_sums(tl.trans(h), tl.trans(dh.to(tl.float32)))
+            edge_growth += h_growth
+            edge_turn -= h_turn
+        dc = _dot(d_mixed, b, dc * reads[:, None])
+        c_growth, c_turn = _pair_sums(c, dc)
+        grown += c_growth
+        turned += c_turn
+        out_re, out_im = _unturn(dc, cos_t, sin_t)
+        _store_rows(d_c_row, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_c_row + HN, tokens, left, n, -out_im, W, N, ALL_ROWS, ALL_N)
+
+    tl.store(growth + here, grown)
+    tl.store(turn + here, turned)
+    edge = edges + 2 * (stream * n_chunks + chunk)
+    tl.store(edge, tl.sum(edge_growth, 0))
+    tl.store(edge + 1, tl.sum(edge_turn, 0))
+
+
+@triton.jit
+def decay_gradient_kernel(
+    proj, a_re, a_im, growth, turn, edges, d_proj, d_a, T, n_chunks,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, TILE_H: tl.constexpr,
+):  # fmt: skip
+    """Grid (B nc, tiles of H): the gradient of dt, and each chunk's share of dA (B, nc, H, 2).
+
+    dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
+    every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
+    chunk's edge add up to <h, dh> there; each token t in between adds its reads and takes off its
+    writes:
+
+        X_k = <h, dh> - sum_{t<k} (c_t . dc_t - b_t . db_t)
+
+    for a; and the same with the derivative along the turn for theta. The sums stay inside the
+    chunk, where their cancellation costs no digits (theory page, gradients).
+    """
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    program = tl.program_id(0).to(tl.int64)
+    chunk = program % n_chunks
+    batch = program // n_chunks
+    heads = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    tokens = tl.arange(0, C)
+    here = heads < H
+    keep = here[:, None] & (tokens < T - chunk * C)[None, :]
+    chunks = (batch * H + heads) * n_chunks + chunk
+    at = chunks[:, None] * C + tokens[None, :]
+    grown = tl.load(growth + at, mask=keep, other=0.0)
+    turned = tl.load(turn + at, mask=keep, other=0.0)
+    alpha = tl.load(a_re + heads, mask=here, other=-1.0)[:, None]
+    beta = tl.load(a_im + heads, mask=here, other=0.0)[:, None]
+    columns = (batch * T + chunk * C + tokens)[None, :] * W + H * (P + 4 * N) + heads[:, None]
+    dt = tl.load(proj + columns, mask=keep, other=0.0).to(tl.float32)
+    s = tl.where(keep, _softplus(dt), 0.0)
     # Nothing crosses a token that erased the state; what is left of the sums is rounding.
     alive = alpha * s > _SMALLEST_LOG_DECAY
-    growth = tl.where(alive, growth, 0.0)
-    turn = tl.where(alive, turn, 0.0)
-    d_dt = (alpha * growth + beta * turn) / (1.0 + tl.exp(-dt))
-    tl.store(d_row + column, d_dt.to(d_proj.dtype.element_ty), mask=tokens < left)
-    share = d_a + 2 * program
-    tl.store(share, tl.sum(s * growth, 0))
-    tl.store(share + 1, tl.sum(s * turn, 0))
+    edge_growth = tl.load(edges + 2 * chunks, mask=here, other=0.0)[:, None]
+    edge_turn = tl.load(edges + 2 * chunks + 1, mask=here, other=0.0)[:, None]
+    growth_k = tl.where(alive, edge_growth - (tl.cumsum(grown, 1) - grown), 0.0)
+    turn_k = tl.where(alive, edge_turn - (tl.cumsum(turned, 1) - turned), 0.0)
+    d_dt = (alpha * growth_k + beta * turn_k) / (1.0 + tl.exp(-dt))
+    tl.store(d_proj + columns, d_dt.to(d_proj.dtype.element_ty), mask=keep)
+    share = d_a + 2 * (program * H + heads)
+    tl.store(share, tl.sum(s * growth_k, 1), mask=here)
+    tl.store(share + 1, tl.sum(s * turn_k, 1), mask=here)

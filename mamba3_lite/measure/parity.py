@@ -36,10 +36,17 @@ LIMITS = {
         "dA": 1e-3,
     },
     torch.float64: dict.fromkeys(("y", "state", "dx", "dB", "dC", "dstate", "ddt", "dA"), 1e-11),
+    # Operands of 8 bits: 3e-3 by themselves. ddt and dA are small differences of large sums.
+    torch.bfloat16: {
+        "y": 5e-3, "state": 5e-3, "dx": 5e-3, "dB": 5e-3, "dC": 5e-3, "dstate": 5e-3, "ddt": 1e-2,
+        "dA": 1e-1,
+    },
 }  # fmt: skip
+# What each backend computes in, where that is not float32 and float64.
+PRECISIONS = {"triton": (torch.float32,), "fused": (torch.bfloat16, torch.float32)}
 # Where the true ddt and dA vanish (steps of 50 and more forget everything, a lone token has nothing
 # to forget), an absolute error in units of |y| |dy|.
-VANISHING = {torch.float32: 1e-4, torch.float64: 1e-12}
+VANISHING = {torch.bfloat16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,11 @@ def _complex(pair: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def inputs(problem: Problem) -> dict[str, Tensor]:
-    """Random inputs in float32 precision, so that every path sees the oracle's numbers exactly."""
+def inputs(problem: Problem, precision: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random inputs that ``precision`` holds, so that every path sees the oracle's numbers exactly.
+
+    A and the states are float32 in every path, and stay so here.
+    """
     generator = torch.Generator().manual_seed(problem.length)
 
     def draw(*shape: int) -> Tensor:
@@ -93,7 +103,7 @@ def inputs(problem: Problem) -> dict[str, Tensor]:
     t, h = problem.length, HEADS
     spread = draw(1, t, h)
     boundaries = (torch.rand(1, t, generator=generator) < 0.02).long()
-    return {
+    given = {
         "x": draw(1, t, h, CHANNELS),
         "B": draw(1, t, h, STATE, 2),
         "C": draw(1, t, h, STATE, 2),
@@ -104,6 +114,10 @@ def inputs(problem: Problem) -> dict[str, Tensor]:
         "dy": draw(1, t, h, CHANNELS),
         "dfinal": draw(1, h, 2 * STATE, CHANNELS),
     }
+    if precision == torch.bfloat16:
+        for name in ("x", "B", "C", "dt", "dy"):
+            given[name] = given[name].to(precision).float()
+    return given
 
 
 def _oracle(x, b, c, dt, a, *, chunk_size, state, return_state, segment_ids):
@@ -117,12 +131,14 @@ def _oracle(x, b, c, dt, a, *, chunk_size, state, return_state, segment_ids):
 
 
 def _run(
-    run: ssd_backends.Run, problem: Problem, chunk: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+    run: ssd_backends.Run, problem: Problem, chunk: int, dtype: torch.dtype, device: torch.device,
+    precision: torch.dtype,
+) -> dict[str, Tensor]:  # fmt: skip
     """Outputs and gradients of <y, dy> + <final state, dfinal> under one implementation."""
-    given = inputs(problem)
+    given = inputs(problem, precision)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
     leaves = {
-        name: given[name].to(device, dtype).requires_grad_()
+        name: given[name].to(device, wide if name in ("A", "state") else dtype).requires_grad_()
         for name in ("x", "B", "C", "dt", "A", "state")
     }
     y, final = run(
@@ -141,9 +157,9 @@ def _run(
 
 
 @functools.lru_cache(maxsize=4)
-def oracle(problem: Problem) -> dict[str, Tensor]:
-    """The truth, in float64."""
-    return _run(_oracle, problem, 1, torch.float64, torch.device("cpu"))
+def oracle(problem: Problem, precision: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The truth, in float64, for inputs that ``precision`` holds."""
+    return _run(_oracle, problem, 1, torch.float64, torch.device("cpu"), precision)
 
 
 def check(
@@ -154,9 +170,10 @@ def check(
     device: torch.device | str = "cpu",
 ) -> Result:
     """Compares one implementation of the backend seam with the oracle."""
-    want = oracle(problem)
-    got = _run(run, problem, chunk, dtype, torch.device(device))
-    scale = float(want["y"].norm() * inputs(problem)["dy"].double().norm())
+    precision = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    want = oracle(problem, precision)
+    got = _run(run, problem, chunk, dtype, torch.device(device), precision)
+    scale = float(want["y"].norm() * inputs(problem, precision)["dy"].double().norm())
     tiny = torch.finfo(torch.float64).tiny
     difference = {name: float((got[name] - want[name]).norm()) for name in want}
     return Result(
@@ -249,8 +266,7 @@ def parity_command(
     rows: dict[tuple[str, str, str], Worst] = {}
     console = Console(stderr=True)
     for name in names:
-        # The seeds' kernel is float32 only.
-        dtypes = (torch.float32,) if name == "triton" else (torch.float32, torch.float64)
+        dtypes = PRECISIONS.get(name, (torch.float32, torch.float64))
         bar = functools.partial(track, description=name, console=console, transient=True)
         rows |= sweep([name], grid, dtypes=dtypes, device=device, progress=bar)
     Console(width=140).print(table(rows))

@@ -79,7 +79,7 @@ class Mamba3Block(nn.Module):
         eps = fields.get("rms_norm_eps", 1e-5)
         self.layer_idx = layer_idx
         self._triton_fallback_warned = False
-        self._resolved: tuple[torch.device, ssd_backends.Run] | None = None
+        self._resolved: tuple[torch.device, ssd_backends.Backend] | None = None
 
         width = self.n_heads * self.head_dim
         self.norm1 = nn.RMSNorm(d_model, eps=eps)
@@ -115,8 +115,12 @@ class Mamba3Block(nn.Module):
         """
         # A is complex: it is turned into real pairs here, outside what torch.compile sees.
         a_real, a_imag = stable_decay(self.A)
-        run = self._backend(x.device)
-        args = (x, a_real, a_imag, run, state, return_state, segment_ids, token_mask)
+        backend = self._backend(x.device)
+        # Padding is masked in the parts of the projection, so there it has to be taken apart.
+        projected = backend.run_projected if token_mask is None else None
+        args = (
+            x, a_real, a_imag, backend.run, projected, state, return_state, segment_ids, token_mask,
+        )  # fmt: skip
         if self.grad_checkpoint and self.training:
             y, final = checkpoint(self._forward_impl, *args, use_reentrant=False)
         else:
@@ -124,14 +128,23 @@ class Mamba3Block(nn.Module):
         return (y, final) if return_state else y
 
     def _forward_impl(
-        self, x, a_real, a_imag, run, state, return_state, segment_ids, token_mask
+        self, x, a_real, a_imag, run, projected, state, return_state, segment_ids, token_mask
     ) -> tuple[Tensor, Tensor | None]:
+        # The SSD core is kept out of autocast: its decays span many orders of magnitude.
+        if projected is not None:
+            proj = self.in_proj(self.norm1(x))
+            with torch.autocast(device_type=x.device.type, enabled=False):
+                y, final = projected(
+                    proj, (a_real, a_imag),
+                    heads=self.n_heads, state_dim=self.state_dim, head_dim=self.head_dim,
+                    state=state, return_state=return_state, segment_ids=segment_ids,
+                )  # fmt: skip
+            return self._after_ssd(x, y), final
         u, b, c, dt = self._project(x)
         if token_mask is not None:
             # softplus(-inf) = 0: a padded token neither decays the state nor writes to it.
             dt = dt.masked_fill(~token_mask[..., None], float("-inf"))
             u = u.masked_fill(~token_mask[..., None, None], 0)
-        # The SSD core stays in float32 under autocast: its decays span many orders of magnitude.
         with torch.autocast(device_type=x.device.type, enabled=False):
             y, final = run(
                 u, b, c, dt, (a_real, a_imag),
@@ -170,18 +183,20 @@ class Mamba3Block(nn.Module):
             y, state = ssd_rotated.step(u, b, c, dt, stable_decay(self.A), state)
         return self._after_ssd(x, y.to(u.dtype)), state
 
-    def _backend(self, device: torch.device) -> ssd_backends.Run:
-        """The SSD function for this device, decided once."""
+    def _backend(self, device: torch.device) -> ssd_backends.Backend:
+        """The SSD implementation for this device, decided once."""
         if self._resolved is None or self._resolved[0] != device:
             self._resolved = (device, self._ssd_with_dispatch(device))
         return self._resolved[1]
 
-    def _ssd_with_dispatch(self, device: torch.device) -> ssd_backends.Run:
+    def _ssd_with_dispatch(self, device: torch.device) -> ssd_backends.Backend:
         """The seeds' contract: "triton" falls back with one line where it foreseeably cannot run.
 
         An unknown name runs PyTorch; the project's own names are met or refused.
         """
-        shape = ssd_backends.Shape(self.head_dim, self.state_dim, self.chunk_size, device)
+        shape = ssd_backends.Shape(
+            self.head_dim, self.state_dim, self.chunk_size, device, self.n_heads
+        )
         dispatch = self.ssd_dispatch
         if dispatch == "triton":
             reason = ssd_backends.BACKENDS["triton"].refuse(shape)
@@ -195,4 +210,4 @@ class Mamba3Block(nn.Module):
                 dispatch = "pytorch"
         elif dispatch not in ssd_backends.DISPATCH_NAMES:
             dispatch = "pytorch"
-        return ssd_backends.resolve(dispatch, shape).run
+        return ssd_backends.resolve(dispatch, shape)

@@ -20,32 +20,47 @@ Run = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a backend may refuse: dimensions of one head, the chunk, and where the tensors live."""
+    """What a backend may refuse: dimensions of the heads, the chunk, and where the tensors live."""
 
     head_dim: int
     state_dim: int
     chunk_size: int
     device: torch.device
+    heads: int | None = None
 
     @classmethod
     def of(cls, x: Tensor, b: Tensor, chunk_size: int) -> "Shape":
         """From x (B, T, H, D) and B (B, T, H, N)."""
-        return cls(x.shape[-1], b.shape[-1], chunk_size, x.device)
+        return cls(x.shape[-1], b.shape[-1], chunk_size, x.device, x.shape[-2])
+
+
+def _imported(path: str) -> Run:
+    module, function = path.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation: where it lives (imported on first use) and when it cannot run."""
+    """One implementation: where it lives (imported on first use) and when it cannot run.
+
+    ``projected`` names the function of one that reads a whole projection in place
+    (see :func:`mamba3_lite.models.ssd_fused.run_projected`).
+    """
 
     name: str
     path: str
     refuse: Callable[[Shape], str | None]
+    projected: str | None = None
 
     @property
     def run(self) -> Run:
         """The whole-sequence function."""
-        module, function = self.path.split(":")
-        return getattr(importlib.import_module(module), function)
+        return _imported(self.path)
+
+    @property
+    def run_projected(self) -> Run | None:
+        """The same on a projection, where there is one."""
+        return None if self.projected is None else _imported(self.projected)
 
 
 def _runs_anywhere(shape: Shape) -> str | None:
@@ -63,17 +78,34 @@ def _refuse_triton(shape: Shape) -> str | None:
     )
 
 
+def _refuse_fused(shape: Shape) -> str | None:
+    from mamba3_lite.models import ssd_fused
+
+    return ssd_fused.refuse(
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        state_dim=shape.state_dim,
+        device=shape.device,
+    )
+
+
 BACKENDS = {
     record.name: record
     for record in (
         Backend("pytorch", "mamba3_lite.models.ssd_backends:run_pytorch", _runs_anywhere),
         Backend("triton", "mamba3_lite.models.ssd_backends:run_triton", _refuse_triton),
         Backend("rotated", "mamba3_lite.models.ssd_rotated:run", _runs_anywhere),
+        Backend(
+            "fused",
+            "mamba3_lite.models.ssd_fused:run",
+            _refuse_fused,
+            projected="mamba3_lite.models.ssd_fused:run_projected",
+        ),
     )
 }
 DISPATCH_NAMES = (*BACKENDS, "auto")
 # Fastest first, by the recorded training steps in benchmarks/results.
-AUTO_ORDER = ("rotated", "pytorch")
+AUTO_ORDER = ("fused", "rotated", "pytorch")
 
 
 def _run_complex(per_chunk, x, b, c, dt, a, *, chunk_size, state, return_state, segment_ids):

@@ -6,7 +6,9 @@ plain paths), nc chunks.
 """
 
 import contextlib
+import functools
 import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
+from mamba3_lite.models import ssd_plans, ssd_rotated
 from mamba3_lite.models.ssd_complex import Pair
+from mamba3_lite.models.ssd_plans import CANDIDATES, MEASURED, Plan
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -24,30 +28,17 @@ _ENOUGH_PROGRAMS = 128
 _FEWEST_CHUNKS_PER_SPLIT = 8
 
 
-class Launch(NamedTuple):
-    """Warps and software-pipelining stages of one kernel."""
-
-    num_warps: int
-    num_stages: int
+_forced: list[Plan] = []
 
 
-class Plan(NamedTuple):
-    """Everything that may be chosen without changing the result: chunk, tiles, launches."""
-
-    chunk: int
-    tile: int  # largest tile of state rows and of channels
-    carry: Launch
-    output: Launch
-    gradient: Launch
-
-
-def _plan_for(dtype: torch.dtype) -> Plan:
-    if dtype == torch.float32:
-        return Plan(32, 64, Launch(4, 2), Launch(4, 1), Launch(4, 1))
-    return Plan(64, 64, Launch(4, 3), Launch(4, 1), Launch(4, 1))
-
-
-_forced: Plan | None = None
+@contextlib.contextmanager
+def forced(plan: Plan) -> Iterator[None]:
+    """Runs everything inside under one plan, whatever has been chosen."""
+    _forced.append(plan)
+    try:
+        yield
+    finally:
+        _forced.pop()
 
 
 def _tile(dim: int, largest: int) -> int:
@@ -75,6 +66,11 @@ class Layout(NamedTuple):
         return {"H": self.heads, "N": self.state_dim, "P": self.head_dim, "C": self.chunk}
 
 
+def _layout(proj: Tensor, heads: int, state_dim: int, head_dim: int) -> Layout:
+    batch, length, _ = proj.shape
+    return Layout(batch, length, heads, state_dim, head_dim, ssd_plans.chunk_size(proj.dtype))
+
+
 def _on(t: Tensor):
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
@@ -94,7 +90,7 @@ def _tiles(tiling: dict[str, int | bool]) -> int:
 
 
 def _carry(
-    plan: Plan, layout: Layout, proj: Tensor, values: Tensor, phase: tuple[Tensor, ...],
+    plan: Plan, layout: Layout, proj: Tensor, values: Tensor, phase: Sequence[Tensor],
     segments: Tensor | None, initial: Tensor | None, *, backward: bool, want_last: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """States at the chunks' edges (B, H, nc, 2, N, P), and the last one (B, H, 2, N, P) float32."""
@@ -104,13 +100,15 @@ def _carry(
     streams = layout.batch * layout.heads
     tiling = _tiling(plan, layout, segments)
     programs = streams * _tiles(tiling)
-    splits = max(1, min(_ENOUGH_PROGRAMS * 2 // programs, layout.chunks // _FEWEST_CHUNKS_PER_SPLIT))
-    per_split = -(-layout.chunks // splits)
+    splits = min(2 * _ENOUGH_PROGRAMS // programs, layout.chunks // _FEWEST_CHUNKS_PER_SPLIT)
+    per_split = -(-layout.chunks // max(1, splits))
     splits = -(-layout.chunks // per_split)
     slots = layout.chunks + 1 if backward else layout.chunks
     states = values.new_empty(layout.batch, layout.heads, slots, *shape, dtype=proj.dtype)
 
-    def launch(start: Tensor | None, store_states: bool, store_last: bool) -> tuple[Tensor | None, Tensor | None]:
+    def launch(
+        start: Tensor | None, *, store_states: bool, store_last: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         last = kept = None
         if store_last:
             last = states.new_empty(layout.batch, layout.heads, splits, *shape, dtype=torch.float32)
@@ -127,7 +125,7 @@ def _carry(
     start = None if initial is None else initial.reshape(layout.batch, layout.heads, 1, *shape)
     if splits > 1:
         # Where every split starts: their ends from zero, then one after the other.
-        ends, kept = launch(None, False, True)
+        ends, kept = launch(None, store_states=False, store_last=True)
         assert ends is not None and kept is not None
         h = ends.new_zeros(ends[:, :, 0].shape) if start is None else start[:, :, 0]
         starts = []
@@ -135,7 +133,7 @@ def _carry(
             starts.append(h)
             h = torch.addcmul(end, factor, h)
         start = torch.stack(starts, 2)
-    last, _ = launch(start, True, want_last)
+    last, _ = launch(start, store_states=True, store_last=want_last)
     return states, None if last is None else last[:, :, -1]
 
 
@@ -161,14 +159,12 @@ def fused_ssd(
     """y (B, T, H, P), the final state, and what the backward pass needs."""
     from mamba3_lite.kernels.fused import output_kernel, phase_kernel
 
-    plan = _forced or _plan_for(proj.dtype)
-    layout = Layout(*proj.shape[:2], heads, state_dim, head_dim, plan.chunk)
+    plan = _plan(proj, heads, state_dim, head_dim)
+    layout = _layout(proj, heads, state_dim, head_dim)
     proj, a_re, a_im = proj.contiguous(), a_re.contiguous(), a_im.contiguous()
     segments = None if segment_ids is None else segment_ids.contiguous()
-    streams, padded = layout.batch * heads, layout.chunks * plan.chunk
-    phase = tuple(
-        proj.new_empty(layout.batch, heads, padded, dtype=torch.float32) for _ in range(3)
-    )
+    streams, padded = layout.batch * heads, layout.chunks * layout.chunk
+    phase = [proj.new_empty(layout.batch, heads, padded, dtype=torch.float32) for _ in range(3)]
     y = proj.new_empty(layout.batch, layout.length, heads, head_dim)
     tiling = _tiling(plan, layout, segments)
     with _on(proj):
@@ -189,7 +185,7 @@ def fused_ssd(
         final = proj.new_empty(0, dtype=torch.float32)
     else:
         final = _turn_state(last, phase[1][..., -1], phase[2][..., -1]).flatten(2, 3)
-    return y, final, states, *phase
+    return y, final, states, phase[0], phase[1], phase[2]
 
 
 def _phase_block(layout: Layout) -> int:
@@ -199,9 +195,9 @@ def _phase_block(layout: Layout) -> int:
 @fused_ssd.register_fake
 def _(proj, a_re, a_im, state, segment_ids, heads, state_dim, head_dim, return_state):
     batch, length = proj.shape[:2]
-    plan = _plan_for(proj.dtype)
-    chunks = -(-length // plan.chunk)
-    phase = [proj.new_empty(batch, heads, chunks * plan.chunk, dtype=torch.float32) for _ in range(3)]
+    chunk = ssd_plans.chunk_size(proj.dtype)
+    chunks = -(-length // chunk)
+    phase = [proj.new_empty(batch, heads, chunks * chunk, dtype=torch.float32) for _ in range(3)]
     final = proj.new_empty(
         (batch, heads, 2 * state_dim, head_dim) if return_state else 0, dtype=torch.float32
     )
@@ -226,11 +222,11 @@ def fused_ssd_backward(
     want_d_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the projection (its layout), of A (H, 2) and of the initial state."""
-    from mamba3_lite.kernels.fused import gradient_kernel
+    from mamba3_lite.kernels.fused import decay_gradient_kernel, gradient_kernel
 
-    plan = _forced or _plan_for(proj.dtype)
     batch, heads, _, _, state_dim, head_dim = states.shape
-    layout = Layout(batch, proj.shape[1], heads, state_dim, head_dim, plan.chunk)
+    plan = _plan(proj, heads, state_dim, head_dim)
+    layout = _layout(proj, heads, state_dim, head_dim)
     proj, dy = proj.contiguous(), dy.to(proj.dtype).contiguous()
     a_re, a_im = a_re.contiguous(), a_im.contiguous()
     segments = None if segment_ids is None else segment_ids.contiguous()
@@ -240,16 +236,23 @@ def fused_ssd_backward(
         d_final = d_final.float().unflatten(2, (2, state_dim))
         d_last = _turn_state(d_final, cos[..., -1], -sin[..., -1]).contiguous()
     d_proj = torch.empty_like(proj)
-    d_a = proj.new_empty(batch, layout.chunks, heads, 2, dtype=torch.float32)
+    growth, turn = torch.empty_like(cos), torch.empty_like(cos)
+    edges = cos.new_empty(batch, heads, layout.chunks, 2)
+    d_a = cos.new_empty(batch, layout.chunks, heads, 2)
     with _on(proj):
         d_states, d_first = _carry(
             plan, layout, proj, dy, phase, segments, d_last,
             backward=True, want_last=want_d_state,
         )  # fmt: skip
         gradient_kernel[(batch * heads * layout.chunks,)](
-            proj, a_re, a_im, *phase, segments, states, d_states, dy, d_proj, d_a,
+            proj, *phase, segments, states, d_states, dy, d_proj, growth, turn, edges,
             layout.length, layout.chunks, **_tiling(plan, layout, segments),
             num_warps=plan.gradient.num_warps, num_stages=plan.gradient.num_stages,
+        )  # fmt: skip
+        tile = _tile(heads, 16)
+        decay_gradient_kernel[(batch * layout.chunks, -(-heads // tile))](
+            proj, a_re, a_im, growth, turn, edges, d_proj, d_a, layout.length, layout.chunks,
+            **layout.constants, TILE_H=tile,
         )  # fmt: skip
     d_state = proj.new_empty(0, dtype=torch.float32) if d_first is None else d_first.flatten(2, 3)
     return d_proj, d_a.sum((0, 1)), d_state
@@ -290,15 +293,33 @@ def _backward(ctx, dy, d_final, *unused):
     )  # fmt: skip
 
 
-torch.library.register_autograd(
-    "mamba3_lite::fused_ssd", _backward, setup_context=_setup_context
-)
+torch.library.register_autograd("mamba3_lite::fused_ssd", _backward, setup_context=_setup_context)
 
 
 def run_projected(
-    proj: Tensor, a: Pair, *, heads: int, state_dim: int, head_dim: int,
-    state: Tensor | None = None, return_state: bool = False, segment_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    proj: Tensor,
+    a: Pair,
+    *,
+    heads: int,
+    state_dim: int,
+    head_dim: int,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The SSD of a projection (B, T, W) in bfloat16, float16 or float32, read in place.
+
+    Args:
+        a: real and imaginary part of A, (H,) float32 each.
+        state: (B, H, 2 N, P), zero when absent.
+        segment_ids: (B, T) integers; the state is reset where they change.
+
+    Returns:
+        y (B, T, H, P) in the dtype of ``proj``, and the final state (B, H, 2 N, P) float32.
+
+    Raises:
+        UserError: no launch plan passes the parity test on this device.
+    """
     y, final, *_ = torch.ops.mamba3_lite.fused_ssd(
         proj, *a, state, segment_ids, heads, state_dim, head_dim, return_state
     )
@@ -306,13 +327,181 @@ def run_projected(
 
 
 def run(
-    x: Tensor, b: Pair, c: Pair, dt: Tensor, a: Pair, *, chunk_size: int,
-    state: Tensor | None = None, return_state: bool = False, segment_ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Whole-sequence seam of ``ssd_backends`` for tensors that are no projection: packs them first."""
-    heads, head_dim = x.shape[2:]
-    proj = torch.cat([*(t.flatten(2) for t in (x, *b, *c)), dt], -1)
+    x: Tensor,
+    b: Pair,
+    c: Pair,
+    dt: Tensor,
+    a: Pair,
+    *,
+    chunk_size: int,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Whole-sequence seam of ``ssd_backends``, for tensors that are no projection: packs them.
+
+    The kernels cut chunks of their own, so ``chunk_size`` changes nothing.
+    """
     return run_projected(
-        proj, a, heads=heads, state_dim=b[0].shape[-1], head_dim=head_dim,
+        pack(x, b, c, dt), a, heads=x.shape[2], state_dim=b[0].shape[-1], head_dim=x.shape[3],
         state=state, return_state=return_state, segment_ids=segment_ids,
     )  # fmt: skip
+
+
+def pack(x: Tensor, b: Pair, c: Pair, dt: Tensor) -> Tensor:
+    """x (B, T, H, P), pairs of (B, T, H, N) and dt (B, T, H) as one projection (B, T, W)."""
+    return torch.cat([*(t.flatten(2) for t in (x, *b, *c)), dt], -1)
+
+
+# Relative L2 limits of the self-test. 16-bit operands alone cost 3e-3; a wrong kernel is off by far
+# more.
+_LIMITS = {
+    False: {"y": 1e-2, "d_proj": 1e-2, "d_dt": 3e-2, "dA": 1e-1, "d_state": 1e-2, "final": 1e-2},
+    True: {"y": 1e-4, "d_proj": 1e-4, "d_dt": 1e-3, "dA": 1e-2, "d_state": 1e-4, "final": 1e-4},
+}
+
+
+def _self_test_case(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], length: int
+) -> tuple[dict[str, Tensor], Callable[[Callable], dict[str, Tensor]]]:  # fmt: skip
+    """The right answers in float64, and how to ask an implementation for its own."""
+    heads, state_dim, head_dim = shape
+    generator = torch.Generator(device=device).manual_seed(length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    proj = draw(1, length, heads * (head_dim + 4 * state_dim + 1)).to(dtype)
+    a = torch.stack([-torch.logspace(-2, 0, heads), torch.linspace(0, 3, heads)]).to(device)
+    state = draw(1, heads, 2 * state_dim, head_dim)
+    segments = (torch.arange(length, device=device) >= length // 3).long()[None]
+    dy, d_final = draw(1, length, heads, head_dim), draw(*state.shape)
+
+    def answers(run: Callable, cast: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        leaves = [cast(t).detach().clone().requires_grad_() for t in (proj, a, state)]
+        y, final = run(
+            leaves[0], leaves[1].unbind(), heads=heads, state_dim=state_dim, head_dim=head_dim,
+            state=leaves[2], return_state=True, segment_ids=segments,
+        )  # fmt: skip
+        loss = (y * dy.to(y)).sum() + (final * d_final.to(final)).sum()
+        d_proj, d_a, d_state = torch.autograd.grad(loss, leaves)
+        return {
+            "y": y.detach(), "final": final.detach(), "d_proj": d_proj[..., :-heads],
+            "d_dt": d_proj[..., -heads:], "dA": d_a, "d_state": d_state,
+        }  # fmt: skip
+
+    return answers(_plain_twin, torch.Tensor.double), lambda run: answers(run, lambda t: t)
+
+
+def _plain_twin(proj: Tensor, a: Pair, *, heads, state_dim, head_dim, **rest):
+    """:func:`run_projected` through the plain path, in the precision of ``proj``."""
+    sizes = [heads * head_dim, *[heads * state_dim] * 4, heads]
+    x, *pairs, dt = proj.split(sizes, -1)
+    x, *pairs = (t.unflatten(-1, (heads, -1)) for t in (x, *pairs))
+    b, c = tuple(pairs[:2]), tuple(pairs[2:])
+    return ssd_rotated.run(x, b, c, dt, a, chunk_size=64, **rest)
+
+
+def _problem(
+    plan: Plan, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> str | None:
+    """What is wrong with a plan here, in a few words: results, all gradients, both row cases."""
+    from triton.runtime.errors import OutOfResources
+
+    for length in (4 * ssd_plans.chunk_size(dtype), 3 * ssd_plans.chunk_size(dtype) + 5):
+        truth, ask = _self_test_case(device, dtype, shape, length)
+        try:
+            with forced(plan):
+                got = ask(run_projected)
+        except OutOfResources as problem:
+            return str(problem)
+        for name, limit in _LIMITS[dtype == torch.float32].items():
+            want = truth[name]
+            error = float((got[name].double() - want).norm() / want.norm())
+            if not error <= limit:
+                return f"{name} off by {error:.1e} at {length} tokens (limit {limit:.0e})"
+    return None
+
+
+def _milliseconds(
+    plan: Plan, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> float:
+    """Forward and backward at 8 x 2048 tokens, the best of five."""
+    heads, state_dim, head_dim = shape
+    proj = torch.randn(
+        8, 2048, heads * (head_dim + 4 * state_dim + 1), device=device, dtype=dtype
+    ).requires_grad_()
+    a = (-torch.ones(heads, device=device), torch.ones(heads, device=device))
+    best = float("inf")
+    with forced(plan):
+        for _ in range(6):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            y, _ = run_projected(proj, a, heads=heads, state_dim=state_dim, head_dim=head_dim)
+            torch.autograd.grad(y, proj, torch.ones_like(y))
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+    return best
+
+
+@functools.cache
+def plan_for(device: torch.device, dtype: torch.dtype, heads: int, state_dim: int, head_dim: int):
+    """The launch plan of this device, precision and shape: remembered, or tested (and timed) now.
+
+    Raises:
+        UserError: none gives the right results; nothing was trained with a wrong one.
+    """
+    if device.type != "cuda":
+        return CANDIDATES[0]
+    shape = (heads, state_dim, head_dim)
+    name = ssd_plans.key(device, dtype, *shape)
+    plan = ssd_plans.remembered(name)
+    if plan is not None:
+        return plan
+    # The test may be asked for inside a forward pass: it is none of that pass's business.
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        problems, passed = [], []
+        for candidate in CANDIDATES:
+            problem = _problem(candidate, device, dtype, shape)
+            if problem is not None:
+                problems.append(problem)
+                continue
+            passed.append(candidate)
+            if torch.cuda.get_device_capability(device) in MEASURED:
+                break
+        if not passed:
+            raise UserError(
+                f"the fused SSD kernels failed their parity test on {name}: {problems[0]}. "
+                "Use ssd_dispatch='rotated'."
+            )
+        plan = passed[0]
+        if len(passed) > 1:
+            plan = min(passed, key=lambda p: _milliseconds(p, device, dtype, shape))
+    ssd_plans.remember(name, plan)
+    return plan
+
+
+def _plan(proj: Tensor, heads: int, state_dim: int, head_dim: int) -> Plan:
+    return _forced[-1] if _forced else plan_for(proj.device, proj.dtype, heads, state_dim, head_dim)
+
+
+def refuse(*, heads: int | None, head_dim: int, state_dim: int, device: torch.device) -> str | None:
+    """Why the fused path cannot run for this shape and device, in a sentence; None if it can."""
+    if not HAS_TRITON:
+        return "Triton is not installed."
+    interpreted = env.read("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"the tensors are on '{device.type}', not on CUDA."
+    for name, dim in (("head_dim", head_dim), ("state_dim", state_dim)):
+        if dim > LARGEST_DIM:
+            return f"{name}={dim} exceeds {LARGEST_DIM}."
+    if device.type == "cuda" and not interpreted:
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or more."
+        if heads is not None:
+            try:
+                plan_for(device, torch.bfloat16, heads, state_dim, head_dim)
+            except UserError as problem:
+                return str(problem)
+    return None
