@@ -22,6 +22,7 @@ import yaml
 import mamba3_lite
 from mamba3_lite.cli import main
 from mamba3_lite.data.shards import HEADER_BYTES, ShardWriter
+from mamba3_lite.data.tokenizer import GPT2_SHA256
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.training.pretrain import Pretrainer
 from tests import runs
@@ -41,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PRETRAIN = ["pretrain", "--config", "config.yaml"]
 
 Arrange = Callable[[Path], None]
+FOREIGN = {"tokenizer_name": "toy", "tokenizer_fingerprint": "ab" * 32}
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str] | None]:
@@ -153,16 +155,16 @@ def together(*arrangements: Arrange) -> Arrange:
     return arrange
 
 
-def shards(**changes: Any) -> Arrange:
-    """Two good shards of our format as the training data."""
+def shards(name: str = "shards", key: str = "train_data_path", **changes: Any) -> Arrange:
+    """Two good shards of our format as the training data, or as what ``key`` says."""
     options: dict[str, Any] = {
-        "vocab_size": runs.VOCAB, "eos_id": 0, "tokenizer_name": "toy",
-        "tokenizer_fingerprint": "ab" * 32, "shard_size_tokens": 100,
+        "vocab_size": runs.VOCAB, "eos_id": 0, "tokenizer_name": "gpt2",
+        "tokenizer_fingerprint": GPT2_SHA256, "shard_size_tokens": 100,
     }  # fmt: skip
 
     def arrange(room: Path) -> None:
-        setting("data.train_data_path", "shards")(room)
-        with ShardWriter(room / "shards", **(options | changes)) as out:
+        setting(f"data.{key}", name)(room)
+        with ShardWriter(room / name, **(options | changes)) as out:
             out.append(runs.tokens(200).numpy())
 
     return arrange
@@ -353,6 +355,21 @@ DATA = [
          ("train.bin: looks like raw uint32", "convert them with `mamba3-lite prepare`")),
     Case("larger vocabulary", shards(vocab_size=500),
          ("tokens_00000.bin: written with a vocabulary of 500", "use the model of that")),
+    # case C01
+    Case("another tokenizer", shards(**FOREIGN),
+         ("error: shards: made with another tokenizer 'toy' than data.tokenizer 'gpt2'",
+          "abababababab", GPT2_SHA256[:12], "name theirs in data.tokenizer, or prepare")),
+    Case("another tokenizer in one shard",
+         together(shards(**FOREIGN), setting("data.train_data_path", "shards/tokens_00000.bin")),
+         ("shards/tokens_00000.bin: made with another tokenizer than", "prepare the data again")),
+    Case("validation of another tokenizer",
+         together(shards(), shards("val", "val_data_path", **FOREIGN)),
+         ("error: val: made with another tokenizer 'toy'", "name theirs in data.tokenizer")),
+    Case("validation alone of data.tokenizer",
+         together(shards(**FOREIGN), shards("val", "val_data_path")),
+         ("error: shards: made with another tokenizer 'toy'", "name theirs in data.tokenizer")),
+    Case("tokenizer missing", together(shards(), setting("data.tokenizer", "nope.json")),
+         ("tokenizer: cannot read nope.json",)),
 ]  # fmt: skip
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 
 from mamba3_lite.data import dataset as module
 from mamba3_lite.data.dataset import DummyDataset, PretrainDataset, TokenStream
-from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.data.shards import HEADER_BYTES, ShardHeader, ShardWriter, dtype_for
+from mamba3_lite.data.tokenizer import GPT2_SHA256
 from mamba3_lite.errors import UserError
 
 
@@ -61,6 +63,63 @@ def test_windows_of_every_format(kind: str, tmp_path: Path) -> None:
     for outside in (-1, 10):
         with pytest.raises(IndexError):
             data[outside]
+
+
+def sparse_shard(path: Path, vocab_size: int, n_tokens: int, start: int, ids: np.ndarray) -> None:
+    """A shard of zeros that take no room on the disk, but for `ids` from token `start` on."""
+    header = ShardHeader(dtype_for(vocab_size), n_tokens, vocab_size, 99, 0, "ab" * 32)
+    with path.open("wb") as file:
+        file.write(header.pack())
+        file.truncate(HEADER_BYTES + n_tokens * header.dtype.itemsize)
+        file.seek(HEADER_BYTES + start * header.dtype.itemsize)
+        file.write(ids.astype(header.dtype).tobytes())
+
+
+@pytest.mark.parametrize("vocab_size", [100, 70_000])
+def test_c01_windows_beyond_four_gigabytes(vocab_size: int, tmp_path: Path) -> None:
+    # case C01: an offset cut to 32 bits would read the zeros at the beginning
+    ids = np.random.default_rng(0).integers(1, 100, 4 * 64 + 1)
+    first = 2**32 // dtype_for(vocab_size).itemsize // 64 - 2
+    path = tmp_path / "tokens_00000.bin"
+    sparse_shard(path, vocab_size, first * 64 + len(ids), first * 64, ids)
+    assert path.stat().st_size > 2**32 > HEADER_BYTES + first * 64 * dtype_for(vocab_size).itemsize
+    data = PretrainDataset(path, 64, vocab_size)
+    assert len(data) == first + 4
+    for i in range(4):
+        x, y = data[first + i]
+        assert x.tolist() == ids[64 * i : 64 * i + 64].tolist()
+        assert y.tolist() == ids[64 * i + 1 : 64 * i + 65].tolist()
+    assert data[first - 1][0].tolist() == [0] * 64
+
+
+def test_c01_documents_beyond_four_billion_tokens(tmp_path: Path) -> None:
+    # case C01: the same for places in the stream and in the document index
+    size, at = 2**31 + 100, 2**32 + 8
+    ids = np.arange(1, 42)
+    # The known tokens run over the end of the second shard, or lie in the third.
+    place = at - 2 * size
+    assert place < 0 < place + len(ids) * 8
+    for number in range(3):
+        sparse_shard(tmp_path / f"tokens_{number:05d}.bin", 100, size, 0, np.zeros(0))
+    sparse_shard(tmp_path / "tokens_00001.bin", 100, size, at - size, ids)
+    starts = np.array([0, 5, at, at + 3, at + 17], "<u8").tobytes()
+    (tmp_path / "documents.bin").write_bytes(starts)
+    manifest = {
+        "documents": 5,
+        "tokenizer": {"name": "toy", "fingerprint": "ab" * 32},
+        "shards": [{"file": f"tokens_{i:05d}.bin", "tokens": size} for i in range(3)],
+        "index": {
+            "documents": {"file": "documents.bin", "sha256": hashlib.sha256(starts).hexdigest()}
+        },
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    data = PretrainDataset(tmp_path, 8, 100, document_mode=True)
+    assert len(data) == (3 * size - 1) // 8
+    found = [data[at // 8 + i] for i in range(-1, 5)]
+    assert torch.cat([x for x, _, _ in found]).tolist() == [0] * 8 + ids[:40].tolist()
+    assert [segments.tolist() for _, _, segments in found[:4]] == [
+        [0] * 8, [0, 0, 0, 1, 1, 1, 1, 1], [0] * 8, [0, 1, 1, 1, 1, 1, 1, 1],
+    ]  # fmt: skip
 
 
 def test_window_over_many_small_files(tmp_path: Path) -> None:
@@ -175,6 +234,42 @@ def test_tokenizer_of_the_data_is_known(tmp_path: Path) -> None:
     assert (data.tokenizer_name, data.tokenizer_fingerprint) == ("toy", "ab" * 32)
     plain = PretrainDataset(save(tmp_path / "b.bin", np.arange(20)), 4, 100)
     assert (plain.tokenizer_name, plain.tokenizer_fingerprint) == (None, None)
+
+
+def test_c01_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    # case C01: ids that fit are no proof that they mean the same
+    gpt2 = write_shards(tmp_path / "a", np.arange(20), tokenizer_fingerprint=GPT2_SHA256)
+    toy = write_shards(tmp_path / "b", np.arange(20))
+    assert len(PretrainDataset(gpt2, 4, 100, tokenizer="gpt2")) == 4
+    with pytest.raises(UserError, match=r"b: made with another tokenizer 'toy' than .*'gpt2'"):
+        PretrainDataset(toy, 4, 100, tokenizer="gpt2")
+    with pytest.raises(UserError, match=r"tokens_00000\.bin: made with another tokenizer than"):
+        PretrainDataset(toy / "tokens_00000.bin", 4, 100, tokenizer="gpt2")
+    assert len(PretrainDataset(toy, 4, 100)) == 4
+
+    # A tokenizer.json is known by its bytes, wherever it lies, and need not be loaded for that.
+    file = tmp_path / "moved.json"
+    file.write_bytes(b"any")
+    mine = hashlib.sha256(b"any").hexdigest()
+    data = write_shards(
+        tmp_path / "c", np.arange(20), tokenizer_name=str(file), tokenizer_fingerprint=mine
+    )
+    assert len(PretrainDataset(data, 4, 100, tokenizer=str(file))) == 4
+    file.write_bytes(b"other")
+    with pytest.raises(UserError, match=rf"SHA-256 {mine[:12]}\.\.\., not d9298a10d1b0\.\.\."):
+        PretrainDataset(data, 4, 100, tokenizer=str(file))
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot read .*moved\.json"):
+        PretrainDataset(data, 4, 100, tokenizer=str(file))
+    with pytest.raises(UserError, match="'gpt3' is not known"):
+        PretrainDataset(data, 4, 100, tokenizer="gpt3")
+
+
+@pytest.mark.parametrize("kind", ["torch file", "torch folder"])
+def test_tensors_do_not_say_their_tokenizer_and_are_taken(kind: str, tmp_path: Path) -> None:
+    path = make(kind, tmp_path, np.arange(20))
+    for tokenizer in ("gpt2", "absent.json"):
+        assert len(PretrainDataset(path, 4, 100, tokenizer=tokenizer)) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -181,6 +181,8 @@ def test_a_bad_token_is_one_user_error_at_its_batch(tmp_path: Path) -> None:
         # One line, without the traceback that torch sends along from a worker.
         assert str(caught.value).startswith(f"{path}: token 20 has id 20, outside 0..19")
         assert "\n" not in str(caught.value)
+        # Nothing waits for a garbage collection: held by the exception, a worker would still live.
+        assert multiprocessing.active_children() == []
 
 
 # Documents, ranks, workers -----------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mamba3_lite.data.shards import (
     open_shards,
     read_shard,
 )
-from mamba3_lite.data.tokenizer import load_tokenizer
+from mamba3_lite.data.tokenizer import fingerprint_of, load_tokenizer
 from mamba3_lite.errors import UserError, reading
 
 Tokens = np.ndarray[Any, Any]
@@ -172,10 +172,13 @@ class PretrainDataset(WindowDataset):
         document_mode: items are (x, y, segment_ids); ids count the documents of a window from 0.
         mask_boundary_targets: the target that is the first token of a document, where the input is
             the EOS of the one before, is IGNORE_INDEX.
-        tokenizer: whose EOS ends a document, for `torch.save`d tensors, which do not say.
+        tokenizer: the one that the data must be made with, by the SHA-256 in the headers of our
+            shards; None takes any. `torch.save`d tensors do not say, and are taken: a document ends
+            with its EOS there, or with GPT-2's.
 
     All checks run here, before the first opt_step: `UserError` for what the stream refuses, fewer
-    than max_seq_len + 1 tokens, an id outside 0..vocab_size-1, a damaged document index.
+    than max_seq_len + 1 tokens, another tokenizer, an id outside 0..vocab_size-1, a damaged
+    document index.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class PretrainDataset(WindowDataset):
         *,
         document_mode: bool = False,
         mask_boundary_targets: bool = False,
-        tokenizer: str = "gpt2",
+        tokenizer: str | None = None,
     ) -> None:
         if max_seq_len < 1:
             raise UserError(f"max_seq_len must be at least 1, not {max_seq_len}")
@@ -203,15 +206,17 @@ class PretrainDataset(WindowDataset):
                 f"{max_seq_len + 1} (max_seq_len {max_seq_len} + 1); use more data or a smaller "
                 "max_seq_len"
             )
-        self._check_ids()
-        self.fingerprint = _fingerprint(stream.files)
         if stream.header is not None:
             self.tokenizer_fingerprint = stream.header.tokenizer_sha256
         if stream.folder is not None:
             self.tokenizer_name = stream.folder.manifest["tokenizer"].get("name")
+        if tokenizer is not None and self.tokenizer_fingerprint is not None:
+            self._check_tokenizer(tokenizer, self.tokenizer_fingerprint)
+        self._check_ids()
+        self.fingerprint = _fingerprint(stream.files)
         self._eos_id: int | None = None
         if document_mode or mask_boundary_targets:
-            self._find_documents(tokenizer)
+            self._find_documents(tokenizer or "gpt2")
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         self._check_index(index)
@@ -256,6 +261,17 @@ class PretrainDataset(WindowDataset):
         starts = self.stream.document_starts()
         low, high = np.searchsorted(starts, (start + 1, start + len(window)))
         return starts[low:high] - start
+
+    def _check_tokenizer(self, wanted: str, found: str) -> None:
+        """Refuse the ids of another tokenizer: as long as they fit, they would train, as noise."""
+        expected = fingerprint_of(wanted)
+        if found != expected:
+            named = f" {self.tokenizer_name!r}" if self.tokenizer_name else ""
+            raise UserError(
+                f"{self.stream.path}: made with another tokenizer{named} than data.tokenizer "
+                f"{wanted!r} (SHA-256 {found[:12]}..., not {expected[:12]}...); name theirs in "
+                "data.tokenizer, or prepare the data again with this one"
+            )
 
     def _check_ids(self) -> None:
         """Refuse ids outside the vocabulary: by a full scan, or by the headers of large shards."""

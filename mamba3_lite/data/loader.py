@@ -167,7 +167,11 @@ def _from_workers(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tens
         yield from loader
     except UserError as problem:
         # torch puts the worker's traceback in front of the message.
-        raise UserError(str(problem).rpartition("UserError: ")[2].rstrip()) from problem
+        message = str(problem).rpartition("UserError: ")[2].rstrip()
+        # Its traceback is in a cycle with the workers; collecting that later would take seconds.
+        problem.__traceback__ = None
+    del loader
+    raise UserError(message)
 
 
 def _from_thread(

@@ -128,11 +128,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "gpt2":
         gpt2_encoding()
         return Gpt2Tokenizer()
-    if not name.endswith(".json"):
-        raise UserError(
-            f"tokenizer: {name!r} is not known; use 'gpt2' or the path of a tokenizer.json"
-        )
+    _check_name(name)
     return JsonTokenizer(name)
+
+
+def fingerprint_of(name: str) -> str:
+    """The `fingerprint` of `load_tokenizer(name)`, without loading it: that may need an extra."""
+    if name == "gpt2":
+        return GPT2_SHA256
+    _check_name(name)
+    return hashlib.sha256(_read_json(Path(name))).hexdigest()
 
 
 def split_text(text: str, limit: int = MAX_PIECE_CHARS) -> Iterator[str]:
@@ -184,6 +189,20 @@ def _gpt2_ranks_file() -> bytes:
     return raw
 
 
+def _check_name(name: str) -> None:
+    if not name.endswith(".json"):
+        raise UserError(
+            f"tokenizer: {name!r} is not known; use 'gpt2' or the path of a tokenizer.json"
+        )
+
+
+def _read_json(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise UserError(f"tokenizer: cannot read {path} ({exc.strerror})") from exc
+
+
 def _read_tokenizer_json(path: Path) -> "tuple[tokenizers.Tokenizer, bytes]":
     try:
         import tokenizers
@@ -192,10 +211,7 @@ def _read_tokenizer_json(path: Path) -> "tuple[tokenizers.Tokenizer, bytes]":
             f"tokenizer: {path} needs the `tokenizers` package; "
             'run pip install "mamba3-lite[tokenizers]"'
         ) from exc
-    try:
-        raw = path.read_bytes()
-    except OSError as exc:
-        raise UserError(f"tokenizer: cannot read {path} ({exc.strerror})") from exc
+    raw = _read_json(path)
     # The library raises a bare Exception for a file it cannot parse.
     try:
         return tokenizers.Tokenizer.from_str(raw.decode("utf-8")), raw

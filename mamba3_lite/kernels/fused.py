@@ -527,9 +527,9 @@ def gradient_kernel(
 @triton.jit
 def decay_gradient_kernel(
     proj, a_re, a_im, growth, turn, edges, d_proj, d_a, T, n_chunks,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, TILE_H: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B nc, tiles of H): the gradient of dt, and each chunk's share of dA (B, nc, H, 2).
+    """Grid (B nc H,): the gradient of dt, and each chunk's share of dA (B, nc, H, 2).
 
     dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
     every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
@@ -543,29 +543,24 @@ def decay_gradient_kernel(
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
     program = tl.program_id(0).to(tl.int64)
-    chunk = program % n_chunks
-    batch = program // n_chunks
-    heads = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    head = program % H
+    chunk = program // H % n_chunks
+    batch = program // (H * n_chunks)
+    here = (batch * H + head) * n_chunks + chunk
     tokens = tl.arange(0, C)
-    here = heads < H
-    keep = here[:, None] & (tokens < T - chunk * C)[None, :]
-    chunks = (batch * H + heads) * n_chunks + chunk
-    at = chunks[:, None] * C + tokens[None, :]
-    grown = tl.load(growth + at, mask=keep, other=0.0)
-    turned = tl.load(turn + at, mask=keep, other=0.0)
-    alpha = tl.load(a_re + heads, mask=here, other=-1.0)[:, None]
-    beta = tl.load(a_im + heads, mask=here, other=0.0)[:, None]
-    columns = (batch * T + chunk * C + tokens)[None, :] * W + H * (P + 4 * N) + heads[:, None]
-    dt = tl.load(proj + columns, mask=keep, other=0.0).to(tl.float32)
-    s = tl.where(keep, _softplus(dt), 0.0)
+    inside = tokens < T - chunk * C
+    columns = (batch * T + chunk * C + tokens) * W + H * (P + 4 * N) + head
+    dt = tl.load(proj + columns, mask=inside, other=0.0).to(tl.float32)
+    grown = tl.load(growth + here * C + tokens)
+    turned = tl.load(turn + here * C + tokens)
+    alpha = tl.load(a_re + head)
+    beta = tl.load(a_im + head)
+    s = tl.where(inside, _softplus(dt), 0.0)
     # Nothing crosses a token that erased the state; what is left of the sums is rounding.
     alive = alpha * s > _SMALLEST_LOG_DECAY
-    edge_growth = tl.load(edges + 2 * chunks, mask=here, other=0.0)[:, None]
-    edge_turn = tl.load(edges + 2 * chunks + 1, mask=here, other=0.0)[:, None]
-    growth_k = tl.where(alive, edge_growth - (tl.cumsum(grown, 1) - grown), 0.0)
-    turn_k = tl.where(alive, edge_turn - (tl.cumsum(turned, 1) - turned), 0.0)
-    d_dt = (alpha * growth_k + beta * turn_k) / (1.0 + tl.exp(-dt))
-    tl.store(d_proj + columns, d_dt.to(d_proj.dtype.element_ty), mask=keep)
-    share = d_a + 2 * (program * H + heads)
-    tl.store(share, tl.sum(s * growth_k, 1), mask=here)
-    tl.store(share + 1, tl.sum(s * turn_k, 1), mask=here)
+    grown = tl.where(alive, tl.load(edges + 2 * here) - (tl.cumsum(grown, 0) - grown), 0.0)
+    turned = tl.where(alive, tl.load(edges + 2 * here + 1) - (tl.cumsum(turned, 0) - turned), 0.0)
+    d_dt = (alpha * grown + beta * turned) / (1.0 + tl.exp(-dt))
+    tl.store(d_proj + columns, d_dt.to(d_proj.dtype.element_ty), mask=inside)
+    tl.store(d_a + 2 * program, tl.sum(s * grown, 0))
+    tl.store(d_a + 2 * program + 1, tl.sum(s * turned, 0))

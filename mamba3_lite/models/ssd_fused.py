@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -41,9 +42,9 @@ def forced(plan: Plan) -> Iterator[None]:
         _forced.pop()
 
 
-def _tile(dim: int, largest: int) -> int:
-    """The tile of a dimension: a power of two of at least 16, which tensor cores need."""
-    return min(largest, max(16, 1 << (dim - 1).bit_length()))
+def _tile(dim: int) -> int:
+    """A tile that holds a whole dimension: a power of two of at least 16, as tensor cores need."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 class Layout(NamedTuple):
@@ -76,10 +77,14 @@ def _on(t: Tensor):
 
 
 def _tiling(plan: Plan, layout: Layout, segments: Tensor | None) -> dict[str, int | bool]:
+    tile_n, tile_p = _tile(layout.state_dim), _tile(layout.head_dim)
+    if max(tile_n, tile_p) > plan.tile:
+        # Several tiles of 32 channels come out wrong on Hopper (Triton 3.6, docs/LOG.md).
+        tile_n = tile_p = plan.tile
     return {
         **layout.constants,
-        "TILE_N": _tile(layout.state_dim, plan.tile),
-        "TILE_P": _tile(layout.head_dim, plan.tile),
+        "TILE_N": tile_n,
+        "TILE_P": tile_p,
         "ALL_ROWS": layout.length % layout.chunk == 0,
         "HAS_SEGMENTS": segments is not None,
     }
@@ -249,10 +254,9 @@ def fused_ssd_backward(
             layout.length, layout.chunks, **_tiling(plan, layout, segments),
             num_warps=plan.gradient.num_warps, num_stages=plan.gradient.num_stages,
         )  # fmt: skip
-        tile = _tile(heads, 16)
-        decay_gradient_kernel[(batch * layout.chunks, -(-heads // tile))](
+        decay_gradient_kernel[(batch * heads * layout.chunks,)](
             proj, a_re, a_im, growth, turn, edges, d_proj, d_a, layout.length, layout.chunks,
-            **layout.constants, TILE_H=tile,
+            **layout.constants, num_warps=1,
         )  # fmt: skip
     d_state = proj.new_empty(0, dtype=torch.float32) if d_first is None else d_first.flatten(2, 3)
     return d_proj, d_a.sum((0, 1)), d_state
@@ -445,6 +449,26 @@ def _milliseconds(
     return best
 
 
+def _choose(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> Plan:
+    problems, passed = [], []
+    for candidate in CANDIDATES:
+        problem = _problem(candidate, device, dtype, shape)
+        if problem is not None:
+            problems.append(problem)
+            continue
+        passed.append(candidate)
+        if torch.cuda.get_device_capability(device) in MEASURED:
+            break
+    if not passed:
+        raise UserError(
+            f"the fused SSD kernels failed their parity test ({problems[0]}; {dtype}, heads, "
+            f"state_dim and head_dim {shape}). Use ssd_dispatch='rotated'."
+        )
+    if len(passed) == 1:
+        return passed[0]
+    return min(passed, key=lambda plan: _milliseconds(plan, device, dtype, shape))
+
+
 @functools.cache
 def plan_for(device: torch.device, dtype: torch.dtype, heads: int, state_dim: int, head_dim: int):
     """The launch plan of this device, precision and shape: remembered, or tested (and timed) now.
@@ -459,25 +483,9 @@ def plan_for(device: torch.device, dtype: torch.dtype, heads: int, state_dim: in
     plan = ssd_plans.remembered(name)
     if plan is not None:
         return plan
-    # The test may be asked for inside a forward pass: it is none of that pass's business.
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        problems, passed = [], []
-        for candidate in CANDIDATES:
-            problem = _problem(candidate, device, dtype, shape)
-            if problem is not None:
-                problems.append(problem)
-                continue
-            passed.append(candidate)
-            if torch.cuda.get_device_capability(device) in MEASURED:
-                break
-        if not passed:
-            raise UserError(
-                f"the fused SSD kernels failed their parity test on {name}: {problems[0]}. "
-                "Use ssd_dispatch='rotated'."
-            )
-        plan = passed[0]
-        if len(passed) > 1:
-            plan = min(passed, key=lambda p: _milliseconds(p, device, dtype, shape))
+    # The modes of the forward pass that may be under way (autograd, autocast) belong to its thread.
+    with ThreadPoolExecutor(1) as thread:
+        plan = thread.submit(_choose, device, dtype, shape).result()
     ssd_plans.remember(name, plan)
     return plan
 
