@@ -94,14 +94,11 @@ def test_c01_windows_beyond_four_gigabytes(vocab_size: int, tmp_path: Path) -> N
 
 def test_c01_documents_beyond_four_billion_tokens(tmp_path: Path) -> None:
     # case C01: the same for places in the stream and in the document index
-    size, at = 2**31 + 100, 2**32 + 8
-    ids = np.arange(1, 42)
-    # The known tokens run over the end of the second shard, or lie in the third.
-    place = at - 2 * size
-    assert place < 0 < place + len(ids) * 8
-    for number in range(3):
-        sparse_shard(tmp_path / f"tokens_{number:05d}.bin", 100, size, 0, np.zeros(0))
-    sparse_shard(tmp_path / "tokens_00001.bin", 100, size, at - size, ids)
+    size, at, ids = 2**31 + 12, 2**32 + 8, np.arange(1, 42)
+    # The known tokens run over the end of the second shard.
+    shards = [(0, ids[:0]), (at - size, ids[:16]), (0, ids[16:])]
+    for number, (start, part) in enumerate(shards):
+        sparse_shard(tmp_path / f"tokens_{number:05d}.bin", 100, size, start, part)
     starts = np.array([0, 5, at, at + 3, at + 17], "<u8").tobytes()
     (tmp_path / "documents.bin").write_bytes(starts)
     manifest = {

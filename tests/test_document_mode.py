@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.loader import SampleOrder, make_loader
 from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.data.tokenizer import GPT2_SHA256
 from mamba3_lite.errors import UserError
 from mamba3_lite.models.ssd_backends import BACKENDS, Shape
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -47,8 +48,8 @@ def texts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
 def pack(folder: Path, documents: list[np.ndarray], *, indexed: bool = True) -> Path:
     """Our shards, smaller than a window; without an index EOS tells the documents apart."""
     with ShardWriter(
-        folder, vocab_size=VOCAB, eos_id=EOS, tokenizer_name="toy",
-        tokenizer_fingerprint="ab" * 32, shard_size_tokens=50,
+        folder, vocab_size=VOCAB, eos_id=EOS, tokenizer_name="gpt2",
+        tokenizer_fingerprint=GPT2_SHA256, shard_size_tokens=50,
         source_names=["only"] if indexed else None,
     ) as out:  # fmt: skip
         lengths = [len(d) for d in documents]

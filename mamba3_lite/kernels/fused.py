@@ -529,7 +529,7 @@ def decay_gradient_kernel(
     proj, a_re, a_im, growth, turn, edges, d_proj, d_a, T, n_chunks,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B nc H,): the gradient of dt, and each chunk's share of dA (B, nc, H, 2).
+    """Grid (B nc H,): the gradient of dt, and each chunk's share of dA, (H, 2, B, nc) float32.
 
     dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
     every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
@@ -562,5 +562,7 @@ def decay_gradient_kernel(
     turned = tl.where(alive, tl.load(edges + 2 * here + 1) - (tl.cumsum(turned, 0) - turned), 0.0)
     d_dt = (alpha * grown + beta * turned) / (1.0 + tl.exp(-dt))
     tl.store(d_proj + columns, d_dt.to(d_proj.dtype.element_ty), mask=inside)
-    tl.store(d_a + 2 * program, tl.sum(s * grown, 0))
-    tl.store(d_a + 2 * program + 1, tl.sum(s * turned, 0))
+    shares = tl.num_programs(0) // H
+    share = d_a + 2 * head * shares + batch * n_chunks + chunk
+    tl.store(share, tl.sum(s * grown, 0))
+    tl.store(share + shares, tl.sum(s * turned, 0))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mamba3_lite.models import ssd_backends, ssd_rotated
 from mamba3_lite.models.mimo import MIMO
 from mamba3_lite.models.ssd_complex import Pair
+from mamba3_lite.models.swiglu import swiglu
 
 if TYPE_CHECKING:
     from mamba3_lite.models.transformer import ModelConfig
@@ -173,8 +173,7 @@ class Mamba3Block(nn.Module):
         The feed-forward branch follows.
         """
         x = x + self.out_proj(self.mimo(y.flatten(-2)))
-        gate, up = self.ffn_gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.ffn_down(F.silu(gate) * up)
+        return x + self.ffn_down(swiglu(self.ffn_gate_up(self.norm2(x))))
 
     def step(self, x: Tensor, state: Tensor) -> Pair:
         """One token: x (B, d_model) and the state (B, H, 2N, D) -> the same two, one token on."""

@@ -243,7 +243,7 @@ def fused_ssd_backward(
     d_proj = torch.empty_like(proj)
     growth, turn = torch.empty_like(cos), torch.empty_like(cos)
     edges = cos.new_empty(batch, heads, layout.chunks, 2)
-    d_a = cos.new_empty(batch, layout.chunks, heads, 2)
+    d_a = cos.new_empty(heads, 2, batch * layout.chunks)
     with _on(proj):
         d_states, d_first = _carry(
             plan, layout, proj, dy, phase, segments, d_last,
@@ -259,7 +259,7 @@ def fused_ssd_backward(
             **layout.constants, num_warps=1,
         )  # fmt: skip
     d_state = proj.new_empty(0, dtype=torch.float32) if d_first is None else d_first.flatten(2, 3)
-    return d_proj, d_a.sum((0, 1)), d_state
+    return d_proj, d_a.sum(-1), d_state
 
 
 @fused_ssd_backward.register_fake

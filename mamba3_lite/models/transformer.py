@@ -94,6 +94,10 @@ class Mamba3Transformer(nn.Module):
     ) -> Any:
         """ids (B, T) -> what the head reads, (B, T, d_model); otherwise as :meth:`forward`."""
         x = self.embed(ids)
+        if torch.is_autocast_enabled(x.device.type):
+            # What every layer adds is rounded to this precision anyway; a wider sum would double
+            # the traffic of norms and residuals.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         finals = []
         for i, layer in enumerate(self.layers):
             x = layer(

@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch._inductor
 
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -32,8 +33,11 @@ def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
     Returns the mode in effect: without CUDA graphs, which need the whole step in one graph.
     """
     mode = _BLOCK_MODES.get(mode, mode)
+    # Padded strides would cost two copies of the projection a layer: the fused SSD reads and writes
+    # it as it is.
+    options = {**torch._inductor.list_mode_options(mode), "comprehensive_padding": False}
     for block in model.layers:
         assert isinstance(block, Mamba3Block)
-        compiled = torch.compile(block._forward_impl, mode=mode, fullgraph=False)
+        compiled = torch.compile(block._forward_impl, options=options, fullgraph=False)
         block._forward_impl = compiled  # type: ignore[method-assign]
     return mode
