@@ -41,7 +41,7 @@ KINDS = (
     ("optimizer and norm", r"adam|Adam|lpnorm|LpNorm|multi_tensor"),
     ("matrix products", r"gemm|cutlass|nvjet|cublas|wgmma|xmma"),
     ("embedding", r"embedding|indexing_backward|index_put|sort|Sort|radix"),
-    ("norm, residual, SwiGLU", r"triton_"),
+    ("norm, residual, SwiGLU", r"triton_|swiglu"),
     ("copies and fills", r"Memcpy|Memset|copy|fill"),
 )
 

@@ -358,6 +358,148 @@ def _unturn(d_both, cos, sin):
 
 
 @triton.jit
+def _decay(a, tokens, own, READERS_FIRST: tl.constexpr, HAS_SEGMENTS: tl.constexpr):
+    """e^{a_t - a_j} for j <= t in one document, else 0; rows are t (READERS_FIRST) or j."""
+    if READERS_FIRST:
+        counts = tokens[:, None] >= tokens[None, :]
+        exponent = a[:, None] - a[None, :]
+    else:
+        counts = tokens[:, None] <= tokens[None, :]
+        exponent = a[None, :] - a[:, None]
+    if HAS_SEGMENTS:
+        counts = counts & (own[:, None] == own[None, :])
+    return tl.exp(tl.where(counts, exponent, float("-inf")))
+
+
+@triton.jit
+def _writer_gradients(
+    b, c, x, dy, b_row, c_row, x_row, dy_row, d_after, d_b_row, d_x_row,
+    tokens, left, a, writes, cos, sin, own,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """dx and dB of a chunk: of what its tokens write. Returns -b . db and b's turn, each (C,).
+
+    b, c, x, dy: the tiles, if there is one of each. g is the gradient of the state after the chunk.
+    Rows are the token that writes: S^T and dM^T.
+    """
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    HN: tl.constexpr = H * N
+    ALL_N: tl.constexpr = N % TILE_N == 0
+    ALL_P: tl.constexpr = P % TILE_P == 0
+    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
+    scores = tl.zeros((C, C), tl.float32)
+    d_scores = tl.zeros((C, C), tl.float32)
+    for n0 in tl.static_range(0, N, TILE_N):
+        n = n0 + tl.arange(0, TILE_N)
+        if not ONE_TILE:
+            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
+        scores = _dot(b, tl.trans(c), scores)
+    for p0 in tl.static_range(0, P, TILE_P):
+        p = p0 + tl.arange(0, TILE_P)
+        if not ONE_TILE:
+            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        d_scores = _dot(x, tl.trans(dy), d_scores)
+    decay = _decay(a, tokens, own, False, HAS_SEGMENTS)
+    mixed = (scores * decay).to(x.dtype)
+    d_mixed = (d_scores * decay).to(x.dtype)
+    for p0 in tl.static_range(0, P, TILE_P):
+        dx = tl.zeros((C, TILE_P), tl.float32)
+        if not ONE_TILE:
+            p = p0 + tl.arange(0, TILE_P)
+            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        for n0 in tl.static_range(0, N, TILE_N):
+            if not ONE_TILE:
+                n = n0 + tl.arange(0, TILE_N)
+                b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
+            g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dx = _dot(b, g, dx)
+        dx = _dot(mixed, dy, dx * writes[:, None])
+        _store_rows(d_x_row, tokens, left, p, dx, W, P, ALL_ROWS, ALL_P)
+    growth = tl.zeros((C,), tl.float32)
+    turn = tl.zeros((C,), tl.float32)
+    for n0 in tl.static_range(0, N, TILE_N):
+        if not ONE_TILE:
+            n = n0 + tl.arange(0, TILE_N)
+            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
+        db = tl.zeros((C, 2 * TILE_N), tl.float32)
+        for p0 in tl.static_range(0, P, TILE_P):
+            if not ONE_TILE:
+                p = p0 + tl.arange(0, TILE_P)
+                x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            db = _dot(x, tl.trans(g), db)
+        db = _dot(d_mixed, c, db * writes[:, None])
+        grown, turned = _pair_sums(b, db)
+        growth -= grown
+        turn += turned
+        re, im = _unturn(db, cos, sin)
+        _store_rows(d_b_row, tokens, left, n, re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_b_row + HN, tokens, left, n, im, W, N, ALL_ROWS, ALL_N)
+    return growth, turn
+
+
+@triton.jit
+def _reader_gradients(
+    b, c, x, dy, b_row, c_row, x_row, dy_row, state, d_before, d_c_row, edge,
+    tokens, left, a, reads, cos, sin, own,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """dC of a chunk: of what its tokens read. Returns c . dc and c's turn, each (C,).
+
+    b, c, x, dy: the tiles, if there is one of each. Writes <h, dh> before the chunk, and its
+    derivative along the turn, to ``edge``.
+    """
+    W: tl.constexpr = H * (P + 4 * N + 1)
+    HN: tl.constexpr = H * N
+    ALL_N: tl.constexpr = N % TILE_N == 0
+    ALL_P: tl.constexpr = P % TILE_P == 0
+    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
+    d_scores = tl.zeros((C, C), tl.float32)
+    for p0 in tl.static_range(0, P, TILE_P):
+        p = p0 + tl.arange(0, TILE_P)
+        if not ONE_TILE:
+            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        d_scores = _dot(dy, tl.trans(x), d_scores)
+    d_mixed = (d_scores * _decay(a, tokens, own, True, HAS_SEGMENTS)).to(x.dtype)
+    growth = tl.zeros((C,), tl.float32)
+    turn = tl.zeros((C,), tl.float32)
+    edge_growth = tl.zeros((TILE_P,), tl.float32)
+    edge_turn = tl.zeros((TILE_P,), tl.float32)
+    for n0 in tl.static_range(0, N, TILE_N):
+        n = n0 + tl.arange(0, TILE_N)
+        if not ONE_TILE:
+            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
+            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
+        dc = tl.zeros((C, 2 * TILE_N), tl.float32)
+        for p0 in tl.static_range(0, P, TILE_P):
+            if not ONE_TILE:
+                p = p0 + tl.arange(0, TILE_P)
+                dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+            h = _load_state(state, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dh = _load_state(d_before, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+            dc = _dot(dy, tl.trans(h), dc)
+            grown, turned = _pair_sums(tl.trans(h), tl.trans(dh.to(tl.float32)))
+            edge_growth += grown
+            edge_turn -= turned
+        dc = _dot(d_mixed, b, dc * reads[:, None])
+        grown, turned = _pair_sums(c, dc)
+        growth += grown
+        turn += turned
+        re, im = _unturn(dc, cos, sin)
+        _store_rows(d_c_row, tokens, left, n, re, W, N, ALL_ROWS, ALL_N)
+        _store_rows(d_c_row + HN, tokens, left, n, -im, W, N, ALL_ROWS, ALL_N)
+    tl.store(edge, tl.sum(edge_growth, 0))
+    tl.store(edge + 1, tl.sum(edge_turn, 0))
+    return growth, turn
+
+
+@triton.jit
 def gradient_kernel(
     proj, log_decay, cos, sin, segments, states, d_states, dy, d_proj, growth, turn, edges,
     T, n_chunks,
@@ -372,156 +514,61 @@ def gradient_kernel(
     chunk, likewise twice.
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
-    HN: tl.constexpr = H * N
-    ALL_N: tl.constexpr = N % TILE_N == 0
-    ALL_P: tl.constexpr = P % TILE_P == 0
-    # One tile holds the whole state at the usual sizes: then everything is read once, and early,
-    # for a program spends most of its time waiting for memory.
-    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
     program = tl.program_id(0).to(tl.int64)
     head = program % H
     chunk = program // H % n_chunks
     batch = program // (H * n_chunks)
     stream = batch * H + head
     tokens = tl.arange(0, C)
-    here = (stream * n_chunks + chunk) * C + tokens
+    edge = stream * n_chunks + chunk
+    here = edge * C + tokens
     row = proj + (batch * T + chunk * C) * W
-    d_row = d_proj + (batch * T + chunk * C) * W
-    dy_row = dy + ((batch * T + chunk * C) * H + head) * P
     left = T - chunk * C
-    state = states + (stream * n_chunks + chunk) * (2 * N * P)
-    d_before = d_states + (stream * (n_chunks + 1) + chunk) * (2 * N * P)
-    d_after = d_before + 2 * N * P
     b_row = row + H * P + head * N
-    c_row = b_row + 2 * HN
+    c_row = b_row + 2 * H * N
     x_row = row + head * P
+    dy_row = dy + ((batch * T + chunk * C) * H + head) * P
+    d_row = d_proj + (batch * T + chunk * C) * W
     d_b_row = d_row + H * P + head * N
-    d_c_row = d_b_row + 2 * HN
-    n0 = 0
-    n = tl.arange(0, TILE_N)
-    p = tl.arange(0, TILE_P)
-    if ONE_TILE:
-        raw_b_re, raw_b_im = _load_pair(b_row, tokens, left, n, W, HN, N, ALL_ROWS, ALL_N)
-        raw_c_re, raw_c_im = _load_pair(c_row, tokens, left, n, W, HN, N, ALL_ROWS, ALL_N)
-        x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-        dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-        g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+    d_before = d_states + (edge + stream) * (2 * N * P)
     a = tl.load(log_decay + here)
-    a_end = tl.load(log_decay + (stream * n_chunks + chunk) * C + C - 1)
+    a_end = tl.load(log_decay + edge * C + C - 1)
     cos_t = tl.load(cos + here)
     sin_t = tl.load(sin + here)
     reads = tl.exp(a)
     writes = tl.exp(a_end - a)
-    reader_first = tokens[:, None] >= tokens[None, :]
-    writer_first = tokens[:, None] <= tokens[None, :]
+    own = tokens
     if HAS_SEGMENTS:
         own, last, before = _segments_of(segments, batch, chunk, tokens, T, C)
         reads = tl.where(own == before, reads, 0.0)
         writes = tl.where(own == last, writes, 0.0)
-        same = own[:, None] == own[None, :]
-        reader_first = reader_first & same
-        writer_first = writer_first & same
-    if ONE_TILE:
-        b = _turned(raw_b_re, raw_b_im, cos_t, sin_t, 1)
-        c = _turned(raw_c_re, raw_c_im, cos_t, sin_t, -1)
-
-    # Rows are the token that writes, columns the one that reads: S^T and dM^T.
-    scores = tl.zeros((C, C), tl.float32)
-    d_scores = tl.zeros((C, C), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
-        if not ONE_TILE:
-            n = n0 + tl.arange(0, TILE_N)
-            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
-        scores = _dot(b, tl.trans(c), scores)
-    for p0 in tl.static_range(0, P, TILE_P):
-        if not ONE_TILE:
-            p = p0 + tl.arange(0, TILE_P)
-            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-        d_scores = _dot(x, tl.trans(dy_p), d_scores)
-    decay = tl.exp(tl.where(writer_first, a[None, :] - a[:, None], float("-inf")))
-    mixed = (scores * decay).to(proj.dtype.element_ty)
-    d_mixed = (d_scores * decay).to(proj.dtype.element_ty)
-
-    # x, then what writes, then what reads: what one part needs is given up before the next.
-    for p0 in tl.static_range(0, P, TILE_P):
-        dx = tl.zeros((C, TILE_P), tl.float32)
-        if not ONE_TILE:
-            p = p0 + tl.arange(0, TILE_P)
-            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-        for n0 in tl.static_range(0, N, TILE_N):
-            if not ONE_TILE:
-                n = n0 + tl.arange(0, TILE_N)
-                b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
-                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
-            dx = _dot(b, g, dx)
-        dx = _dot(mixed, dy_p, dx * writes[:, None])
-        _store_rows(d_row + head * P, tokens, left, p, dx, W, P, ALL_ROWS, ALL_P)
-
-    grown = tl.zeros((C,), tl.float32)
-    turned = tl.zeros((C,), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
-        if not ONE_TILE:
-            n = n0 + tl.arange(0, TILE_N)
-            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
-        db = tl.zeros((C, 2 * TILE_N), tl.float32)
-        for p0 in tl.static_range(0, P, TILE_P):
-            if not ONE_TILE:
-                p = p0 + tl.arange(0, TILE_P)
-                x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
-            db = _dot(x, tl.trans(g), db)
-        db = _dot(d_mixed, c, db * writes[:, None])
-        b_growth, b_turn = _pair_sums(b, db)
-        grown -= b_growth
-        turned += b_turn
-        out_re, out_im = _unturn(db, cos_t, sin_t)
-        _store_rows(d_b_row, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
-        _store_rows(d_b_row + HN, tokens, left, n, out_im, W, N, ALL_ROWS, ALL_N)
-
-    # dM again, with readers as rows: one more product costs less than turning dM^T around.
-    d_scores = tl.zeros((C, C), tl.float32)
-    for p0 in tl.static_range(0, P, TILE_P):
-        if not ONE_TILE:
-            p = p0 + tl.arange(0, TILE_P)
-            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-            dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-        d_scores = _dot(dy_p, tl.trans(x), d_scores)
-    decay = tl.exp(tl.where(reader_first, a[:, None] - a[None, :], float("-inf")))
-    d_mixed = (d_scores * decay).to(proj.dtype.element_ty)
-    edge_growth = tl.zeros((TILE_P,), tl.float32)
-    edge_turn = tl.zeros((TILE_P,), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
-        if not ONE_TILE:
-            n = n0 + tl.arange(0, TILE_N)
-            b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, HN, N, ALL_ROWS, ALL_N)
-        dc = tl.zeros((C, 2 * TILE_N), tl.float32)
-        for p0 in tl.static_range(0, P, TILE_P):
-            if not ONE_TILE:
-                p = p0 + tl.arange(0, TILE_P)
-                dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-            h = _load_state(state, n0, p, TILE_N, N, P, ALL_N and ALL_P)
-            dh = _load_state(d_before, n0, p, TILE_N, N, P, ALL_N and ALL_P)
-            dc = _dot(dy_p, tl.trans(h), dc)
-            h_growth, h_turn = _pair_sums(tl.trans(h), tl.trans(dh.to(tl.float32)))
-            edge_growth += h_growth
-            edge_turn -= h_turn
-        dc = _dot(d_mixed, b, dc * reads[:, None])
-        c_growth, c_turn = _pair_sums(c, dc)
-        grown += c_growth
-        turned += c_turn
-        out_re, out_im = _unturn(dc, cos_t, sin_t)
-        _store_rows(d_c_row, tokens, left, n, out_re, W, N, ALL_ROWS, ALL_N)
-        _store_rows(d_c_row + HN, tokens, left, n, -out_im, W, N, ALL_ROWS, ALL_N)
-
-    tl.store(growth + here, grown)
-    tl.store(turn + here, turned)
-    edge = edges + 2 * (stream * n_chunks + chunk)
-    tl.store(edge, tl.sum(edge_growth, 0))
-    tl.store(edge + 1, tl.sum(edge_turn, 0))
+    if N <= TILE_N and P <= TILE_P:
+        # One tile holds the whole state at the usual sizes: its tokens are then read only once.
+        n = tl.arange(0, TILE_N)
+        p = tl.arange(0, TILE_P)
+        ALL_N: tl.constexpr = N == TILE_N
+        ALL_P: tl.constexpr = P == TILE_P
+        b = _load_turned(b_row, tokens, left, n, cos_t, sin_t, 1, W, H * N, N, ALL_ROWS, ALL_N)
+        c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N)
+        x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
+        dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+    else:
+        b = tokens
+        c = tokens
+        x = tokens
+        dy_p = tokens
+    b_growth, b_turn = _writer_gradients(
+        b, c, x, dy_p, b_row, c_row, x_row, dy_row, d_before + 2 * N * P, d_b_row, d_row + head * P,
+        tokens, left, a, writes, cos_t, sin_t, own,
+        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS,
+    )  # fmt: skip
+    c_growth, c_turn = _reader_gradients(
+        b, c, x, dy_p, b_row, c_row, x_row, dy_row, states + edge * (2 * N * P), d_before,
+        d_b_row + 2 * H * N, edges + 2 * edge, tokens, left, a, reads, cos_t, sin_t, own,
+        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS,
+    )  # fmt: skip
+    tl.store(growth + here, b_growth + c_growth)
+    tl.store(turn + here, b_turn + c_turn)
 
 
 @triton.jit

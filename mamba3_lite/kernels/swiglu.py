@@ -17,7 +17,7 @@ def _tile(F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (R, blocks of F): out (R, F) from gate_up (R, 2 F), gate first."""
     wide, narrow, inside = _tile(F, BLOCK)
     gate = tl.load(gate_up + wide, mask=inside, other=0.0).to(tl.float32)
@@ -27,7 +27,7 @@ def forward_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(gate_up, d_out, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(gate_up, d_out, d_gate_up, F: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (R, blocks of F): d_gate_up (R, 2 F)."""
     wide, narrow, inside = _tile(F, BLOCK)
     gate = tl.load(gate_up + wide, mask=inside, other=0.0).to(tl.float32)

@@ -34,11 +34,11 @@ def _launch(kernel, half: int, *tensors: Tensor) -> None:
 
 @torch.library.custom_op("mamba3_lite::swiglu", mutates_args=())
 def _fused(gate_up: Tensor) -> Tensor:
-    from mamba3_lite.kernels.swiglu import forward_kernel
+    from mamba3_lite.kernels.swiglu import swiglu_forward_kernel
 
     gate_up, half = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], half)
-    _launch(forward_kernel, half, gate_up, out)
+    _launch(swiglu_forward_kernel, half, gate_up, out)
     return out
 
 
@@ -49,11 +49,11 @@ def _(gate_up):
 
 @torch.library.custom_op("mamba3_lite::swiglu_backward", mutates_args=())
 def _fused_backward(gate_up: Tensor, d_out: Tensor) -> Tensor:
-    from mamba3_lite.kernels.swiglu import backward_kernel
+    from mamba3_lite.kernels.swiglu import swiglu_backward_kernel
 
     gate_up, d_out = gate_up.contiguous(), d_out.contiguous()
     d_gate_up = torch.empty_like(gate_up)
-    _launch(backward_kernel, d_out.shape[-1], gate_up, d_out, d_gate_up)
+    _launch(swiglu_backward_kernel, d_out.shape[-1], gate_up, d_out, d_gate_up)
     return d_gate_up
 
 
