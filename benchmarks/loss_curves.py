@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import plots
 import rows
@@ -42,6 +41,7 @@ from mamba3_lite.training.config import load_training_config
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
 from mamba3_lite.utils.logging import read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
 LAST_OPT_STEPS = 500
 LIMIT_NAT = 0.01
 # Fewer block means than this say little about their own spread.
@@ -141,13 +141,13 @@ def compare(curves: dict[str, dict[int, Curve]], last_opt_steps: int) -> dict[st
     runs = [run for seeds in curves.values() for run in seeds.values()]
     common = sorted(set(runs[0]).intersection(*runs[1:]))
     late = [opt_step for opt_step in common if opt_step > common[-1] - last_opt_steps]
+    if len(late) < 2:
+        sys.exit("fewer than two rows to compare: more optimizer steps, or a smaller log_interval")
     tails = {
         dispatch: {seed: np.array([run[s] for s in late]) for seed, run in seeds.items()}
         for dispatch, seeds in curves.items()
     }
-    differences = {
-        seed: tail - tails[reference][seed] for seed, tail in tails[candidate].items()
-    }  # fmt: skip
+    differences = {seed: tail - tails[reference][seed] for seed, tail in tails[candidate].items()}
     spreads = {
         dispatch: float(np.ptp([tail.mean() for tail in seeds.values()]))
         for dispatch, seeds in tails.items()
@@ -237,8 +237,8 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("overrides", nargs="*", help="section.key=value for every run")
-    ap.add_argument("--data", type=Path, help="folder of training shards")
-    ap.add_argument("--val-data", type=Path, help="folder of validation shards")
+    ap.add_argument("--data", type=Path, help="training shards, a folder")
+    ap.add_argument("--val-data", type=Path, help="validation shards, a folder")
     ap.add_argument(
         "--dispatch", nargs=2, default=["pytorch", "fused"], metavar=("REFERENCE", "CANDIDATE")
     )

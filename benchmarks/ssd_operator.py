@@ -59,7 +59,7 @@ PEER_LINE = re.compile(
 # Heads that share B and C are less work; such a line is kept, and compared with nothing.
 LESS_WORK = re.compile(r"groups=1$")
 
-Call = Callable[[list[Tensor], Tensor], Any]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ class Case:
     def run(self, leaves: list[Tensor]) -> Tensor:
         """y (B, T, H, P)."""
         if self.path == "fused":
-            proj, *decay = leaves
-            sizes = {"heads": HEADS, "state_dim": STATE, "head_dim": CHANNELS}
-            return ssd_fused.run_projected(proj, tuple(decay), **sizes)[0]
-        x, b_re, b_im, c_re, c_im, dt, *decay = leaves
+            proj, a_re, a_im = leaves
+            return ssd_fused.run_projected(
+                proj, (a_re, a_im), heads=HEADS, state_dim=STATE, head_dim=CHANNELS
+            )[0]
+        x, b_re, b_im, c_re, c_im, dt, a_re, a_im = leaves
         run = ssd_backends.BACKENDS[self.path].run
-        return run(
-            x, (b_re, b_im), (c_re, c_im), dt, tuple(decay), chunk_size=self.chunk
-        )[0]  # fmt: skip
+        pairs = (b_re, b_im), (c_re, c_im)
+        return run(x, *pairs, dt, (a_re, a_im), chunk_size=self.chunk)[0]
 
     def forward(self, leaves: list[Tensor], dy: Tensor) -> Tensor:
         with torch.no_grad():
@@ -277,9 +277,9 @@ def measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[
 
 def copy_gb_per_sec(device: torch.device) -> float:
     """What a copy of 2 GiB reaches, reading and writing: the bandwidth that can be had."""
-    pairs = [[torch.empty(2**30, dtype=torch.int16, device=device) for _ in range(2)]]
-    times = eager_ms(lambda a, b: b.copy_(a), pairs, 10)
-    return round(2 * pairs[0][0].nbytes / times[len(times) // 2] / 1e6, 1)
+    source, target = (torch.empty(2**30, dtype=torch.int16, device=device) for _ in range(2))
+    times = eager_ms(target.copy_, [[source]], 10)
+    return round(2 * source.nbytes / times[len(times) // 2] / 1e6, 1)
 
 
 def run_peer(script: str, path: str | None) -> dict[str, Any]:
