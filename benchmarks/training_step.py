@@ -4,10 +4,10 @@
         --out benchmarks/results/training_step.jsonl
 
 Nothing is timed before the SSD path has passed parity on this device. A variant is dispatch:compile
-mode (or eager):gradient checkpointing (0 or 1). A row states the machine, the versions, the commit,
-the median and the spread of the timed steps, the seconds of the first step (compilation included)
-and the peak memory. --profile adds where the time of a step goes, by kind of kernel; --transformer
-FILE times another script of this kind in the same run and keeps what it prints.
+mode (or eager):gradient checkpointing (0, 1 or selective). A row states the machine, the versions,
+the commit, the median and the spread of the timed steps, the seconds of the first step (compilation
+included) and the peak memory. --profile adds where the time of a step goes, by kind of kernel;
+--transformer FILE times another script of this kind in the same run and keeps what it prints.
 """
 
 import argparse
@@ -135,7 +135,8 @@ def measure(variant: str, args: argparse.Namespace, device: torch.device) -> dic
     errors = parity_or_exit(dispatch, device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    cfg = ModelConfig(ssd_dispatch=dispatch, grad_checkpoint=checkpointed == "1")
+    recompute = {"0": False, "1": True}.get(checkpointed, checkpointed)
+    cfg = ModelConfig(ssd_dispatch=dispatch, grad_checkpoint=recompute)
     loop = Loop(cfg, mode, args.batch, args.length, device)
     start = time.perf_counter()
     first_loss = float(loop.step())
@@ -150,7 +151,7 @@ def measure(variant: str, args: argparse.Namespace, device: torch.device) -> dic
         "benchmark": "training_step",
         "dispatch": dispatch,
         "compile": mode,
-        "grad_checkpoint": checkpointed == "1",
+        "grad_checkpoint": recompute,
         "micro_batch": args.batch,
         "seq_len": args.length,
         "median_ms": round(median, 2),

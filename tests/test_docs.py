@@ -23,7 +23,7 @@ import torch
 import typer
 import yaml
 
-from mamba3_lite import cli, env
+from mamba3_lite import cli, env, hardware
 from mamba3_lite.data import ingest, shards
 from mamba3_lite.data.clean import CleanConfig
 from mamba3_lite.data.config import DedupConfig, PrepareConfig, check_job, load_job
@@ -38,7 +38,13 @@ from mamba3_lite.models import arithmetic
 from mamba3_lite.models.mamba_block import stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3_lite.training import pretrain
-from mamba3_lite.training.config import _FREE_MODEL_FIELDS, SECTIONS, DataConfig, TrainingConfig
+from mamba3_lite.training.config import (
+    _FREE_MODEL_FIELDS,
+    SECTIONS,
+    DataConfig,
+    TrainingConfig,
+    load_training_config,
+)
 from mamba3_lite.training.schedule import lr_factor
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
 
@@ -212,6 +218,9 @@ def test_commands_are_understood(page: Path) -> None:
                 subcommand(name).make_context(name, rest)  # raises on an unknown option
             case ["python3", "training/pretrain.py", *rest]:
                 subcommand("pretrain").make_context("pretrain", rest)
+            case ["python", script, *rest] if script.startswith("benchmarks/"):
+                known = re.findall(r'"(--[\w-]+)"', read(script))
+                assert {word for word in rest if word.startswith("--")} <= set(known), words
             case _:
                 pytest.fail(f"{page}: no test understands {words}")
 
@@ -544,12 +553,30 @@ def test_all_subcommands_are_described() -> None:
 
 
 def test_parity_limits() -> None:
-    rows = table("docs/references/ssd.md", "tensor", "float32", "float64")
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    assert set(dtypes) == set(parity.LIMITS)
+    rows = table("docs/references/ssd.md", "tensor", "float32", "float64", "bfloat16")
     for names, *limits in rows:
         names = names.replace("final state", "state").replace("d(initial state)", "dstate")
         for name in names.split(", "):
-            for dtype, limit in zip((torch.float32, torch.float64), limits, strict=True):
+            for dtype, limit in zip(dtypes, limits, strict=True):
                 assert parity.LIMITS[dtype][name] == float(limit), name
+
+
+def test_training_steps_are_recorded_ones() -> None:
+    lines = read("benchmarks/results/training_step.jsonl").splitlines()
+    recorded = [row for row in map(json.loads, lines) if row["benchmark"] == "training_step"]
+    rows = table("docs/guides/performance.md", "dispatch", "compile", "checkpointing")
+    assert rows
+    for dispatch, _, _, times, rate, _, memory, commit in rows:
+        assert any(
+            row["dispatch"] == dispatch
+            and times == "{median_ms:,.0f} ({min_ms:,.0f} to {max_ms:,.0f})".format(**row)
+            and rate == f"{row['tokens_per_sec']:,}"
+            and memory == f"{row['peak_mem_gib']:.1f}"
+            and row["environment"]["git"]["commit"].startswith(commit)
+            for row in recorded
+        ), (dispatch, times)
 
 
 def test_state_dict_keys() -> None:
@@ -587,8 +614,110 @@ def mean_step() -> float:
     return float((weight * np.log1p(np.exp(0.64 * z))).sum() / weight.sum())
 
 
+STATED_BYTES_PER_SEC = 4.8e12  # of an H200's memory
+
+
+def step_floors() -> dict[str, tuple[float, float]]:
+    """Bytes (FLOPs for the products) of a production step's parts, and the seconds they need."""
+    model, tokens = ModelConfig(), 16 * 2048
+    layer_token_bytes = 2 * model.n_layers * tokens
+    products = arithmetic.matmul_parameters(model)
+    in_blocks = products - model.vocab_size * model.d_model
+    moved = {
+        "SSD": 28 * (770 + 1412) * tokens * 16,
+        "as built": 28 * sum(ssd_traffic().values()),
+        "norms": 17 * model.d_model * layer_token_bytes,
+        "SwiGLU": 8 * model.ffn_dim * layer_token_bytes,
+        "cross-entropy": 3 * 2 * tokens * (model.vocab_size + -model.vocab_size % 128),
+        "optimizer": 8 * arithmetic.weight_bytes(model),
+        "casts": 6 * (products + in_blocks),
+    }
+    flops = arithmetic.model_flops_per_token(model) * tokens
+    peak = hardware.peak_bf16_flops("NVIDIA H200")
+    assert peak is not None
+    seconds = {name: size / STATED_BYTES_PER_SEC for name, size in moved.items()}
+    return {"products": (flops, flops / peak)} | {n: (moved[n], seconds[n]) for n in moved}
+
+
+def ssd_traffic() -> dict[str, int]:
+    """Bytes of each fused kernel at the production shape, each input read once, bf16."""
+    batch_heads, chunks, width, channels = 16 * 16, 2048 // 64, 2 * 64, 64
+    token_heads = batch_heads * 2048
+    states, d_states = (2 * batch_heads * n * width * channels for n in (chunks, chunks + 1))
+    b = c = 2 * width
+    x = y = dy = 2 * channels
+    dt, phase, sums, edges = 2, 3 * 4, 2 * 4, 2 * 4 * batch_heads * chunks
+    return {
+        "phase": token_heads * (dt + phase),
+        "carry": token_heads * (x + b + phase) + states,
+        "output": token_heads * (x + b + c + phase + y) + states,
+        "carry, backwards": token_heads * (dy + c + phase) + d_states,
+        "gradient": token_heads * (2 * (x + b + c) + dy + phase + sums) + states + d_states + edges,
+        "decay gradient": token_heads * (2 * dt + sums) + edges,
+    }
+
+
+def floor_figures() -> Iterator[tuple[str, str]]:
+    def cells(size: float) -> str:
+        return f"{size / 1e6:,.0f} | {1e6 * size / STATED_BYTES_PER_SEC:.0f}"
+
+    page = "docs/concepts/ssd_theory.md"
+    token_heads = 16 * 2048 * 16
+    forward, backward = 770 * token_heads, 1412 * token_heads
+    yield page, f"{token_heads:,} token-heads"
+    yield page, f"{2 * 321 + 64} numbers"
+    yield page, f"| {forward / 1e6:.0f} MB | {backward / 1e6:.0f} MB |"
+    ideal = [1e6 * size / STATED_BYTES_PER_SEC for size in (forward, backward)]
+    yield page, f"| {ideal[0]:.0f} µs | {ideal[1]:.0f} µs |"
+    flops = [token_heads * per_token for per_token in (57_344, 131_072)]
+    yield page, f"| {flops[0] / 1e9:.1f} GFLOP | {flops[1] / 1e9:.1f} GFLOP |"
+    yield page, f"| {flops[0] / 989e6:.0f} µs | {flops[1] / 989e6:.0f} µs |"
+    states = 2 * 256 * 32 * 128 * 64
+    yield page, f"{states / 1e6:.0f} MB in bf16 at C = 64"
+    traffic = list(ssd_traffic().items())
+    for name, size in traffic:
+        assert any(
+            head[0] == "kernel"
+            and any(row[0] == name and " | ".join(row[3:5]) == cells(size) for row in rows)
+            for head, rows in tables(read(page))
+        ), (name, cells(size))
+    sums = [sum(size for _, size in half) for half in (traffic[:3], traffic[3:])]
+    for total in sums:
+        yield page, "| **" + cells(total).replace(" | ", "** | **") + "** |"
+    extra = (64 * (6 * 128 + 6 * 64) + 8 * 128 * 64) / 131_072 - 1
+    yield page, f"{extra:.0%}".replace("%", " %")
+    yield page, f"{2 * 128 * 128 // 128} registers"
+    yield page, f"{float(np.spacing(4e5)):.1e} turns apart"
+
+    page = "docs/guides/performance.md"
+    built = [1e6 * total / STATED_BYTES_PER_SEC for total in sums]
+    for name, least, moved in zip(("forward", "backward"), ideal, built, strict=True):
+        yield page, f"| {name} | {least:.0f} | {moved:.0f} |"
+    yield page, f"| both | {sum(ideal):.0f} | {sum(built):.0f} |"
+    at_edges = 3 * states + 2 * states * 33 // 32
+    yield page, f"{at_edges / 1e6:.0f} of the {(sum(sums) - forward - backward) / 1e6:,.0f} MB"
+    parts = step_floors()
+    size, seconds = parts["products"]
+    yield page, f"{size / 1e12:.1f} TFLOP | {1e3 * seconds:.1f} |"
+    (ssd, ssd_s), (as_built, as_built_s) = parts["SSD"], parts["as built"]
+    yield page, f"{ssd / 1e9:.1f} GB; as the kernels move it {as_built / 1e9:.1f} GB"
+    yield page, f"| {1e3 * ssd_s:.1f}; {1e3 * as_built_s:.1f} |"
+    (norms, norms_s), (swiglu, swiglu_s) = parts["norms"], parts["SwiGLU"]
+    yield page, f"residuals {norms / 1e9:.1f} GB, SwiGLU {swiglu / 1e9:.1f} GB"
+    yield page, f"| {(norms + swiglu) / 1e9:.1f} GB | {1e3 * (norms_s + swiglu_s):.1f} |"
+    for name in ("cross-entropy", "optimizer", "casts"):
+        yield page, f"| {parts[name][0] / 1e9:.1f} GB | {1e3 * parts[name][1]:.1f} |"
+    total_s = sum(seconds for name, (_, seconds) in parts.items() if name != "as built")
+    yield page, f"**{1e3 * total_s:.1f}**"
+    yield page, f"{arithmetic.parameter_count(ModelConfig()):,}"
+    h200, _ = load_training_config(ROOT / "configs" / "pretrain_h200_434m.yaml")
+    page = "docs/references/config.md"
+    yield page, f"65,536 × {h200.max_steps:,} = {h200.total_tokens / 1e9:.1f} B tokens"
+
+
 def figures() -> Iterator[tuple[str, str]]:
     """(page, figure as it must stand there), all recomputed."""
+    yield from floor_figures()
     config, model = TrainingConfig(), ModelConfig()
     remat = ModelConfig(grad_checkpoint=True)
     counts = arithmetic.parameter_counts(model)

@@ -274,8 +274,9 @@ def test_auto_says_once_what_it_chose(capsys):
     shape = ssd_backends.Shape(16, 16, 32, torch.device("cpu"))
     chosen = {ssd_backends.resolve("auto", shape).name for _ in range(3)}
     lines = capsys.readouterr().out.strip().splitlines()
-    assert chosen == {ssd_backends.AUTO_ORDER[0]}
+    assert ssd_backends.AUTO_ORDER == ("fused", "rotated", "pytorch") and chosen == {"rotated"}
     assert len(lines) == 1 and lines[0].startswith("[ssd] auto: 'rotated' (parity with the oracle")
+    assert "; not 'fused': " in lines[0]
 
 
 def test_auto_passes_over_a_path_that_disagrees(monkeypatch, capsys):

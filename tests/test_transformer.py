@@ -1,14 +1,19 @@
 """The model: construction, initialisation, parameter count, the stable decay, state in and out."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba3_lite.errors import UserError
 from mamba3_lite.models import arithmetic
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.mimo import MIMO
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
+from mamba3_lite.training.config import load_training_config
 
 TINY = dict(
     vocab_size=97, d_model=32, n_layers=2, n_heads=2, head_dim=16, state_dim=8, ffn_dim=64,
@@ -173,19 +178,106 @@ def test_state_and_segments_and_mask_through_the_model():
         assert max(map(relative, end, want)) < 1e-5
 
 
+GRAD_CHECKPOINT = (False, "selective", True)  # from the most that is kept to the least
+
+
+class StillHeld(TorchDispatchMode):
+    """Counts the bytes of the storages that were made inside it and are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        outputs = op(*args, **(kwargs or {}))
+        for tensor in outputs if isinstance(outputs, tuple | list) else [outputs]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = weakref.ref(storage), storage.nbytes()
+        return outputs
+
+    @property
+    def nbytes(self):
+        gc.collect()
+        return sum(size for alive, size in self.storages.values() if alive() is not None)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("dispatch", ["pytorch", "rotated"])
-def test_grad_checkpoint_changes_no_gradient(dispatch):
+def test_grad_checkpoint_changes_memory_and_no_gradient(dispatch, bf16):
     ids = torch.randint(0, 97, (2, 40))
-    results = []
-    for flag in (False, True):
-        model = tiny(grad_checkpoint=flag, ssd_dispatch=dispatch).train()
-        model(ids).square().mean().backward()
-        results.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    gradients, held = [], []
+    for mode in GRAD_CHECKPOINT:
+        model = tiny(grad_checkpoint=mode, ssd_dispatch=dispatch).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), StillHeld() as counter:
+            loss = model(ids).float().square().mean()
+        held.append(counter.nbytes)
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    assert held[0] > held[1] > held[2] > 0
+
+
+def test_grad_checkpoint_in_compiled_blocks():
+    """The same once compiled, in one graph for all blocks, and no product is computed twice."""
+    import torch._dynamo as dynamo
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def count_products(graph, example_inputs):
+        ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        products.append(sum(op in ("aten.mm.default", "aten.bmm.default") for op in ops))
+        return make_boxed_func(graph.forward)
+
+    def count_bytes(tensor):
+        kept.append(0 if tensor.data_ptr() in masters else tensor.nbytes)
+        return tensor
+
+    # As inductor divides the work between the two passes, but without its C++ compiler.
+    backend = aot_autograd(
+        fw_compiler=count_products, partition_fn=min_cut_rematerialization_partition
+    )
+    gradients, kept_bytes, all_products = [], [], []
+    for mode in GRAD_CHECKPOINT:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+        products, kept = [], []
+        model = tiny(n_layers=3, grad_checkpoint=mode, ssd_dispatch="rotated").train()
+        masters = {p.data_ptr() for p in model.parameters()}
+        for block in model.layers:
+            block._forward_impl = torch.compile(block._forward_impl, backend=backend)
+        with torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda tensor: tensor):
+            loss = model(torch.arange(80).view(2, 40)).square().mean()
+        loss.backward()
+        assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert len(products) == 2, "one forward and one backward graph"
+        gradients.append([p.grad for p in model.parameters()])
+        kept_bytes.append(sum(kept))
+        all_products.append(sum(products))
+    dynamo.reset()
+    for other in gradients[1:]:
+        assert all(relative(a, b) < 1e-5 for a, b in zip(gradients[0], other, strict=True))
+    assert kept_bytes[0] > kept_bytes[1] > kept_bytes[2] > 0
+    assert all_products[0] == all_products[1] > 15
+
+
+def test_grad_checkpoint_is_one_of_three_values():
+    for mode, text in ((False, "false"), (True, "true"), ("selective", "selective")):
+        for section in ("model", "training"):
+            loaded, _ = load_training_config(None, [f"{section}.grad_checkpoint={text}"])
+            assert loaded.model().grad_checkpoint == mode
+    for text in ("1", "selectiv", "null", "[true]"):
+        for section in ("model", "training"):
+            with pytest.raises(UserError, match=rf"{section}\.grad_checkpoint") as caught:
+                load_training_config(None, [f"{section}.grad_checkpoint={text}"])
+            assert str(caught.value).count("grad_checkpoint") == 1
+    with pytest.raises(UserError, match="true, false or selective, got 'whole'"):
+        ModelConfig(grad_checkpoint="whole")
 
 
 # case A12
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize("grad_checkpoint", GRAD_CHECKPOINT)
 @pytest.mark.parametrize("dispatch", ["pytorch", "rotated"])
 def test_a12_bf16_autocast_keeps_gradients_in_their_own_dtype(dispatch, grad_checkpoint):
     model = tiny(ssd_dispatch=dispatch, grad_checkpoint=grad_checkpoint).train()
@@ -250,6 +342,12 @@ def test_arithmetic_of_the_seed_model():
     assert arithmetic.state_bytes(cfg) == 14_680_064
     per_layer = arithmetic.activation_bytes(cfg, 16, 2048) - 2 * 16 * 2048 * 1024
     assert per_layer == 28 * 34_848 * 32_768
+    selective = ModelConfig(grad_checkpoint="selective")
+    kept = arithmetic.activation_bytes(selective, 16, 2048) - 2 * 16 * 2048 * 1024
+    assert kept == 28 * 26_656 * 32_768
+    assert arithmetic.training_flops_per_token(selective) == arithmetic.training_flops_per_token(
+        cfg
+    )
     model = tiny()
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     assert arithmetic.weight_bytes(model.cfg) == held

@@ -580,8 +580,8 @@ def decay_gradient_kernel(
 
     dt acts through a and theta alone. The loss depends on the step of a chunk's token k through
     every pair of tokens that spans it, before, in and after the chunk. All pairs that span the
-    chunk's edge add up to <h, dh> there; each token t in between adds its reads and takes off its
-    writes:
+    chunk's edge add up to <h, dh> there; each token t in between ends those that it reads and
+    begins those that it writes:
 
         X_k = <h, dh> - sum_{t<k} (c_t . dc_t - b_t . db_t)
 

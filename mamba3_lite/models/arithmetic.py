@@ -64,10 +64,13 @@ def forward_flops_per_token(cfg: ModelConfig) -> int:
 
 
 def training_flops_per_token(cfg: ModelConfig) -> int:
-    """Forward and backward; with ``grad_checkpoint`` all but the head runs forward twice."""
+    """Forward and backward; with ``grad_checkpoint`` True all but the head runs forward twice.
+
+    What "selective" computes again is no matrix product and no SSD.
+    """
     ssd_forward, ssd_backward = ssd_flops_per_token(cfg)
     flops = 6 * matmul_parameters(cfg) + ssd_forward + ssd_backward
-    if cfg.grad_checkpoint:
+    if cfg.grad_checkpoint is True:
         blocks = matmul_parameters(cfg) - cfg.vocab_size * cfg.d_model
         flops += 2 * blocks + ssd_forward
     return flops
@@ -77,14 +80,17 @@ def activation_bytes(cfg: ModelConfig, batch: int, seq_len: int, element_bytes: 
     """Activations kept for the backward pass, logits apart.
 
     Counts what the mathematics needs (inputs of every product, norm and activation); a backend may
-    keep more. With ``grad_checkpoint`` each block keeps only its input.
+    keep more. With ``grad_checkpoint`` True each block keeps only its input, with "selective" all
+    but the outputs of its norms and of the SwiGLU.
     """
     d, width = cfg.d_model, cfg.n_heads * cfg.head_dim
-    if cfg.grad_checkpoint:
+    if cfg.grad_checkpoint is True:
         per_layer = d
     else:
         projected = cfg.n_heads * (cfg.head_dim + 4 * cfg.state_dim + 1)
-        per_layer = 4 * d + projected + 2 * width + 3 * cfg.ffn_dim
+        per_layer = 2 * d + projected + 2 * width + 2 * cfg.ffn_dim
+        if cfg.grad_checkpoint != "selective":
+            per_layer += 2 * d + cfg.ffn_dim
     return batch * seq_len * element_bytes * (cfg.n_layers * per_layer + d)
 
 

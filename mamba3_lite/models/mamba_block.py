@@ -3,12 +3,17 @@
 Legend: B batch, T time, H heads, D channels of a head, N complex state width.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from mamba3_lite.models import ssd_backends, ssd_rotated
 from mamba3_lite.models.mimo import MIMO
@@ -54,6 +59,13 @@ def refuse_complex_cast(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> No
                 "drop its imaginary part. Use module.bfloat16() / .double() (they leave complex "
                 "parameters alone) or autocast."
             )
+
+
+def _keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of a block under ``grad_checkpoint: selective``, what takes long to compute is kept."""
+    if op.name() in ("aten::mm", "aten::bmm", "mamba3_lite::fused_ssd"):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Mamba3Block(nn.Module):
@@ -121,13 +133,20 @@ class Mamba3Block(nn.Module):
         args = (
             x, a_real, a_imag, backend.run, projected, state, return_state, segment_ids, token_mask,
         )  # fmt: skip
-        if self.grad_checkpoint and self.training:
+        if self.grad_checkpoint is True and self.training:
             y, final = checkpoint(self._forward_impl, *args, use_reentrant=False)
         else:
             y, final = self._forward_impl(*args)
         return (y, final) if return_state else y
 
-    def _forward_impl(
+    def _forward_impl(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+        """What torch.compile sees: selective checkpointing has to be in its graph."""
+        if self.grad_checkpoint == "selective" and self.training:
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            return checkpoint(self._layer, *args, use_reentrant=False, context_fn=contexts)
+        return self._layer(*args)
+
+    def _layer(
         self, x, a_real, a_imag, run, projected, state, return_state, segment_ids, token_mask
     ) -> tuple[Tensor, Tensor | None]:
         # The SSD core is kept out of autocast: its decays span many orders of magnitude.

@@ -38,8 +38,8 @@ CANDIDATES = (
     Plan(64, Launch(4, 3), Launch(4, 1), Launch(4, 1)),
     Plan(64, Launch(8, 2), Launch(4, 1), Launch(4, 1)),
 )
-# Compute capabilities on which the first candidate was measured to be the fastest
-# (benchmarks/results/fused_plans.jsonl): there it runs as soon as it has passed parity.
+# Compute capabilities on which the first candidate was measured to be the fastest (docs/LOG.md):
+# there it runs as soon as it has passed parity.
 MEASURED = ((9, 0),)
 
 
@@ -50,8 +50,11 @@ def chunk_size(dtype: torch.dtype) -> int:
 
 @functools.cache
 def _source_hash() -> str:
-    kernel = Path(__file__).parent.parent / "kernels" / "fused.py"
-    return hashlib.sha256(kernel.read_bytes()).hexdigest()[:12]
+    """Of the kernels, and of what decides how they are launched."""
+    package = Path(__file__).parent.parent
+    sources = ("kernels/fused.py", "models/ssd_fused.py", "models/ssd_plans.py")
+    text = b"".join((package / source).read_bytes() for source in sources)
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def key(device: torch.device, dtype: torch.dtype, heads: int, state_dim: int, head_dim: int) -> str:
@@ -72,15 +75,16 @@ def _entries() -> dict[str, int]:
     """Index of the chosen candidate by key; a file that cannot be read is as good as none."""
     try:
         found = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home directory
         return {}
-    return found if isinstance(found, dict) else {}
+    known = found.items() if isinstance(found, dict) else ()
+    return {n: i for n, i in known if type(i) is int and 0 <= i < len(CANDIDATES)}
 
 
 def remembered(name: str) -> Plan | None:
     """The plan chosen earlier for this key."""
-    index = _entries().get(name, -1)
-    return CANDIDATES[index] if 0 <= index < len(CANDIDATES) else None
+    index = _entries().get(name)
+    return None if index is None else CANDIDATES[index]
 
 
 def remember(name: str, plan: Plan) -> None:
@@ -91,5 +95,5 @@ def remember(name: str, plan: Plan) -> None:
         with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
             file.write(text)
         os.replace(file.name, _path())
-    except OSError:
+    except (OSError, RuntimeError):
         return

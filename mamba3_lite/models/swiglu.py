@@ -9,6 +9,7 @@ from torch import Tensor
 from mamba3_lite.models.ssd_triton import HAS_TRITON
 
 _BLOCK = 1024
+_WARPS = 4
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def _launch(kernel, half: int, *tensors: Tensor) -> None:
     block = min(_BLOCK, 1 << (half - 1).bit_length())
     on = torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else contextlib.nullcontext()
     with on:
-        kernel[(rows, -(-half // block))](*tensors, F=half, BLOCK=block, num_warps=4)
+        kernel[(rows, -(-half // block))](*tensors, F=half, BLOCK=block, num_warps=_WARPS)
 
 
 @torch.library.custom_op("mamba3_lite::swiglu", mutates_args=())

@@ -31,7 +31,7 @@ class ModelConfig:
     weight_tying: bool = True
     rms_norm_eps: float = 1e-5
     init_std: float = 0.02
-    grad_checkpoint: bool = False
+    grad_checkpoint: bool | str = False  # or "selective"
 
     def __post_init__(self) -> None:
         problems = []
@@ -44,6 +44,11 @@ class ModelConfig:
         for name in ("rms_norm_eps", "init_std"):
             if not 0 < getattr(self, name) < 1:
                 problems.append(f"model.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if not (isinstance(self.grad_checkpoint, bool) or self.grad_checkpoint == "selective"):
+            problems.append(
+                "model.grad_checkpoint must be true, false or selective, "
+                f"got {self.grad_checkpoint!r}"
+            )
         if problems:
             raise UserError("; ".join(problems) + ".")
 

@@ -54,7 +54,9 @@ class TrainingConfig:
     beta1: float = _knob(0.9, "AdamW first-moment decay")
     beta2: float = _knob(0.95, "AdamW second-moment decay")
     max_grad_norm: float = _knob(1.0, "gradients are clipped to this global norm")
-    grad_checkpoint: bool = _knob(True, "recompute each block in the backward pass")
+    grad_checkpoint: bool | str = _knob(
+        True, "recompute each block in the backward pass, or of each only what is cheap: selective"
+    )
     compile_model: bool = _knob(True, "torch.compile the blocks")
     compile_mode: str = _knob("max-autotune", "mode of torch.compile")
     save_every: int = _knob(4000, "optimizer steps between checkpoints")
@@ -228,6 +230,8 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
     for name, names in (("data_order", DATA_ORDERS), ("compile_mode", COMPILE_MODES)):
         value = getattr(config, name)
         need(value in names, name, f"one of {', '.join(names)}{nearest(value, names)}")
+    known = isinstance(config.grad_checkpoint, bool) or config.grad_checkpoint == "selective"
+    need(known, "grad_checkpoint", "true, false or selective")
     if config.eval_interval and not config.val_data_path:
         problems.append(f"{named('training.eval_interval', sources)} needs data.val_data_path")
     return problems + _model_problems(config, sources) + _data_problems(config.data, sources)
@@ -235,7 +239,8 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
 
 def _model_problems(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]:
     try:
-        model = config.model()
+        # The trainer's own grad_checkpoint has been judged under its own name.
+        model = dataclasses.replace(config, grad_checkpoint=False).model()
     except UserError as problem:
         return [str(problem).rstrip(".")]
     if model.ssd_dispatch not in DISPATCH_NAMES:

@@ -482,8 +482,9 @@ def pretrain_command(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     sources |= {yaml_key(name): COMMAND_LINE for name in changes}
-    if no_checkpoint and settings.model_config.get("grad_checkpoint"):
-        print("[warn] model.grad_checkpoint: true is explicit and wins over --no-checkpoint")
+    explicit = settings.model_config.get("grad_checkpoint")
+    if no_checkpoint and explicit:
+        print(f"[warn] model.grad_checkpoint: {explicit} is explicit and wins over --no-checkpoint")
     settings = dataclasses.replace(settings, **changes)
     trainer = Pretrainer(
         settings, resume=resume, dry_run=dry_run, full_shape=full_shape, sources=sources
