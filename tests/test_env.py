@@ -15,6 +15,7 @@ DEFAULTS = {
     "TRITON_PER_CHUNK_NUM_STAGES": "1",
     "TRITON_PER_CHUNK_NUM_WARPS": "4",
     "TRITON_INTERPRET": "0",
+    "MAMBA3_LITE_CACHE": "~/.cache/mamba3_lite",
     "TORCH_COMPILE_MODE": "",
     "WANDB_PROJECT": "",
     "WANDB_RUN_NAME": "",

@@ -37,7 +37,7 @@ def production(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     "dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float32, 1e-4)], ids=["bf16", "fp32"]
 )
 def test_production_shape_against_float64_and_twice_the_same(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert not torch.backends.cuda.matmul.allow_tf32
     # Two pieces in bf16, four in float32; the float64 truth comes in pieces, too.
     monkeypatch.setattr(losses, "_PIECE_ELEMENTS", 2**26)
     hidden, weight, targets = production(4096, dtype)
