@@ -139,6 +139,7 @@ def wide(problem: Problem) -> Problem:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
+    got, want = (torch.view_as_real(t) if t.is_complex() else t for t in (got, want))
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
@@ -252,7 +253,8 @@ def train(model: Mamba3Transformer, opt_steps: int, ids: Tensor, *, bf16: bool =
         optimizer.zero_grad()
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=bf16):
             logits = model(ids[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.float().mT, ids[:, 1:])
+        # Flattened, since the loss of a (B, vocab, T) adds up atomically on CUDA.
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

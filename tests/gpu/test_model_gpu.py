@@ -1,6 +1,7 @@
 """The SSD paths, the model and the trainer on a CUDA device."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mamba3_lite.training.schedule import build_schedule
 from tests.runs import MODEL, config, final_weights, losses, stop_after
 
 pytestmark = pytest.mark.gpu
+# "fused" in its own precisions is in test_fused_gpu.py.
 PATHS = ("pytorch", "rotated", "triton")
 
 
@@ -37,8 +39,9 @@ def test_parity_in_float64_at_8192(path):
     assert result.failures(problem, torch.float64) == []
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path, autocast", [*itertools.product(PATHS, (False, True)), ("fused", True)]
+)
 def test_default_production_block_is_finite_at_2048(path, autocast):
     torch.manual_seed(0)
     block = Mamba3Block(ModelConfig(ssd_dispatch=path)).cuda()
