@@ -8,7 +8,7 @@ plain paths), nc chunks.
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
-from mamba3_lite.models import ssd_plans, ssd_rotated
+from mamba3_lite.models import ssd_plans
 from mamba3_lite.models.ssd_complex import Pair
 from mamba3_lite.models.ssd_plans import CANDIDATES, MEASURED, Plan
+from mamba3_lite.models.ssd_self_test import self_test_case
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -322,8 +323,13 @@ def run_projected(
         y (B, T, H, P) in the dtype of ``proj``, and the final state (B, H, 2 N, P) float32.
 
     Raises:
-        UserError: no launch plan passes the parity test on this device.
+        UserError: float64, or no launch plan passes the parity test on this device.
     """
+    if proj.dtype == torch.float64:
+        raise UserError(
+            "ssd_dispatch='fused' computes in bfloat16, float16 or float32; "
+            "use ssd_dispatch='rotated' for float64."
+        )
     y, final, *_ = torch.ops.mamba3_lite.fused_ssd(
         proj, *a, state, segment_ids, heads, state_dim, head_dim, return_state
     )
@@ -365,47 +371,6 @@ _LIMITS = {
 }
 
 
-def _self_test_case(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], length: int
-) -> tuple[dict[str, Tensor], Callable[[Callable], dict[str, Tensor]]]:  # fmt: skip
-    """The right answers in float64, and how to ask an implementation for its own."""
-    heads, state_dim, head_dim = shape
-    generator = torch.Generator(device=device).manual_seed(length)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
-
-    proj = draw(1, length, heads * (head_dim + 4 * state_dim + 1)).to(dtype)
-    a = torch.stack([-torch.logspace(-2, 0, heads), torch.linspace(0, 3, heads)]).to(device)
-    state = draw(1, heads, 2 * state_dim, head_dim)
-    segments = (torch.arange(length, device=device) >= length // 3).long()[None]
-    dy, d_final = draw(1, length, heads, head_dim), draw(*state.shape)
-
-    def answers(run: Callable, cast: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        leaves = [cast(t).detach().clone().requires_grad_() for t in (proj, a, state)]
-        y, final = run(
-            leaves[0], leaves[1].unbind(), heads=heads, state_dim=state_dim, head_dim=head_dim,
-            state=leaves[2], return_state=True, segment_ids=segments,
-        )  # fmt: skip
-        loss = (y * dy.to(y)).sum() + (final * d_final.to(final)).sum()
-        d_proj, d_a, d_state = torch.autograd.grad(loss, leaves)
-        return {
-            "y": y.detach(), "final": final.detach(), "d_proj": d_proj[..., :-heads],
-            "d_dt": d_proj[..., -heads:], "dA": d_a, "d_state": d_state,
-        }  # fmt: skip
-
-    return answers(_plain_twin, torch.Tensor.double), lambda run: answers(run, lambda t: t)
-
-
-def _plain_twin(proj: Tensor, a: Pair, *, heads, state_dim, head_dim, **rest):
-    """:func:`run_projected` through the plain path, in the precision of ``proj``."""
-    sizes = [heads * head_dim, *[heads * state_dim] * 4, heads]
-    x, *pairs, dt = proj.split(sizes, -1)
-    x, *pairs = (t.unflatten(-1, (heads, -1)) for t in (x, *pairs))
-    b, c = tuple(pairs[:2]), tuple(pairs[2:])
-    return ssd_rotated.run(x, b, c, dt, a, chunk_size=64, **rest)
-
-
 def _problem(
     plan: Plan, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> str | None:
@@ -413,7 +378,7 @@ def _problem(
     from triton.runtime.errors import OutOfResources
 
     for length in (4 * ssd_plans.chunk_size(dtype), 3 * ssd_plans.chunk_size(dtype) + 5):
-        truth, ask = _self_test_case(device, dtype, shape, length)
+        truth, ask = self_test_case(device, dtype, shape, length)
         try:
             with forced(plan):
                 got = ask(run_projected)

@@ -131,14 +131,16 @@ def test_a_sample_of_the_other_launches_compiles_and_fits_a14(arch, dtype, dims)
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_campaign_every_launch_compiles_and_fits_a04_a14(arch, dtype, dims):
+    # Compiling the largest takes minutes: there only with every mask, which leaves nothing out.
+    whole, segments = ((False,), (True,)) if min(dims) > 128 else ((True, False), (True, False))
     every = []
-    for plan, whole, segments, training in itertools.product(
-        CANDIDATES, (True, False), (True, False), (True, False)
+    for plan, rows, documents, training in itertools.product(
+        CANDIDATES, whole, segments, (True, False)
     ):
-        every += launches(plan, dtype, dims, whole, segments, training=training)
+        every += launches(plan, dtype, dims, rows, documents, training=training)
     found = distinct(every)
-    splits = {launch.grid[2] for launch in every if len(launch.grid) == 3}
-    assert len(found) > 50 and max(splits) > 1
+    assert {launch.kernel.__name__ for launch in found} == set(KERNELS)
+    assert max(launch.grid[2] for launch in every if len(launch.grid) == 3) > 1
     for launch in found:
         assert_fits(launch, arch)
 
