@@ -18,7 +18,6 @@ More arguments are settings of the run, such as training.micro_batch_size=2.
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import plots
 import rows
 
 from mamba3_lite.data.dataset import PretrainDataset
+from mamba3_lite.measure.stats import standard_error
 from mamba3_lite.models.arithmetic import parameter_count
 from mamba3_lite.training.config import load_training_config
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
@@ -44,8 +44,6 @@ from mamba3_lite.utils.logging import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 LAST_OPT_STEPS = 500
 LIMIT_NAT = 0.01
-# Fewer block means than this say little about their own spread.
-FEWEST_BLOCKS = 8
 MODEL = {
     "d_model": 256, "n_layers": 6, "n_heads": 4, "head_dim": 64, "state_dim": 64, "ffn_dim": 512,
     "max_seq_len": 2048,
@@ -113,21 +111,6 @@ def curve(folder: Path) -> tuple[Curve, float | None]:
         sys.exit(f"{folder.name} dropped {dropped} windows: its curve cannot be paired")
     validated = [row["val_loss"] for row in logged if row["kind"] == "val"]
     return losses, validated[-1] if validated else None
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean of a series whose neighbours are alike, from the means of blocks.
-
-    The estimate grows with the block until blocks are independent: the largest counts (Flyvbjerg
-    and Petersen, 1989).
-    """
-    found, length = [], 1
-    while length == 1 or values.size // length >= FEWEST_BLOCKS:
-        count = values.size // length
-        means = values[values.size - count * length :].reshape(count, length).mean(1)
-        found.append(float(means.std(ddof=1)) / math.sqrt(count))
-        length *= 2
-    return max(found)
 
 
 def compare(curves: dict[str, dict[int, Curve]], last_opt_steps: int) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +10,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 from torch import Tensor
 
 from mamba3_lite import env, hardware
-from mamba3_lite.data.dataset import DummyDataset, PretrainDataset
-from mamba3_lite.data.loader import SampleOrder, advance, make_loader
+from mamba3_lite.data.loader import advance, make_loader
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -34,6 +30,9 @@ from mamba3_lite.training.config import (
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.meter import Meter
 from mamba3_lite.training.optim import build_optimizer, load_optimizer
+from mamba3_lite.training.profile import MicroStepProfiler
+from mamba3_lite.training.run_data import open_data
+from mamba3_lite.training.run_record import write_run_record
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
 from mamba3_lite.training.step import settle, train_step
 from mamba3_lite.training.stop import StopRequest
@@ -74,6 +73,8 @@ class Pretrainer:
         resume: exactly this optimizer step; None takes the newest intact checkpoint, if any.
         dry_run: two optimizer steps at the unmodified schedule; reads and writes no run folder.
         full_shape: keep the literal shape in a dry run on a CPU.
+        profile: profile a few micro-steps into the run folder, in a dry run too, which then takes
+            as many optimizer steps as the profile needs.
         sources: where each value of ``config`` came from, for the record in the run folder.
         late_guard: learn of a dropped window one optimizer step late, so that the device never
             waits; None: on a GPU. The weights are the same either way.
@@ -89,6 +90,7 @@ class Pretrainer:
         resume: int | None = None,
         dry_run: bool = False,
         full_shape: bool = False,
+        profile: bool = False,
         sources: dict[str, str] | None = None,
         late_guard: bool | None = None,
     ):
@@ -123,25 +125,17 @@ class Pretrainer:
         self._open_log(checkpoint)
         if self.checkpoints is not None:
             self.checkpoints.log = self.logger.info
+        self._profiler = None
+        if profile:
+            self._profiler = MicroStepProfiler(
+                Path(config.checkpoint_dir), accumulation=config.gradient_accumulation_steps,
+                device=self.device, log=self.logger.info,
+            )  # fmt: skip
 
     def _open_data(self) -> None:
-        config, path, val_path = self.config, self.config.data_path, self.config.val_data_path
-        shape, documents = (config.max_seq_len, config.vocab_size), config.document_mode
-        masked, tokenizer = config.mask_boundary_targets, config.data.tokenizer
-        rules = {"document_mode": documents, "mask_boundary_targets": masked}
-        self.dataset: PretrainDataset | DummyDataset
-        if self.dry_run and not Path(path).exists():
-            self._notes.append(f"[dry-run] {path} does not exist: random tokens instead")
-            windows = DRY_RUN_OPT_STEPS * config.samples_per_step
-            self.dataset = DummyDataset(windows, *shape, config.seed, document_mode=documents)
-        else:
-            self.dataset = PretrainDataset(path, *shape, **rules, tokenizer=tokenizer)
-        self.order = SampleOrder(self.dataset.n_windows, config.data_order, config.seed)
-        self.val_dataset = None
-        if val_path and self.dry_run and not Path(val_path).exists():
-            self._notes.append(f"[dry-run] {val_path} does not exist: no validation")
-        elif val_path:
-            self.val_dataset = PretrainDataset(val_path, *shape, **rules, tokenizer=tokenizer)
+        stand_in = DRY_RUN_OPT_STEPS * self.config.samples_per_step if self.dry_run else 0
+        data = open_data(self.config, stand_in=stand_in, log=self._notes.append)
+        self.dataset, self.order, self.val_dataset = data
 
     def _check_data(self, meta: dict[str, Any]) -> None:
         if meta["data_fingerprint"] != self.dataset.fingerprint:
@@ -196,8 +190,7 @@ class Pretrainer:
             tensorboard=self.config.tensorboard,
         )
         if self.run_dir is not None:
-            self._write_record("config.yaml", yaml.safe_dump(self._resolved(), sort_keys=False))
-            self._write_record("env.json", json.dumps(hardware.environment_record(), indent=2))
+            write_run_record(self.run_dir, self.config, self._sources)
         for note in self._notes:
             self.logger.info(note)
         if checkpoint is not None:
@@ -206,46 +199,43 @@ class Pretrainer:
                 f"sample {self.state.samples_seen:,}"
             )
 
-    def _resolved(self) -> dict[str, Any]:
-        """What the run folder keeps: every value, and the source of each that is not a default."""
-        values = dataclasses.asdict(self.config)
-        values["model_config"] = dataclasses.asdict(self.config.model())
-        return {"config": values, "sources": self._sources}
-
-    def _write_record(self, name: str, text: str) -> None:
-        assert self.run_dir is not None
-        temporary = self.run_dir / f".{name}.{os.getpid()}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.run_dir / name)
-
     def train(self) -> int:
         """Trains to the end, or to a signal or time limit; returns the process's exit code.
 
         0: finished (or dry run passed); 75: out of ``max_time_sec``, saved; 130 / 143: SIGINT /
         SIGTERM, saved.
         """
-        config, state = self.config, self.state
-        last = min(config.max_steps, DRY_RUN_OPT_STEPS) if self.dry_run else config.max_steps
+        config, state, profiler = self.config, self.state, self._profiler
+        last = config.max_steps
+        if self.dry_run:
+            last = min(last, DRY_RUN_OPT_STEPS if profiler is None else profiler.opt_steps)
         if state.opt_step >= last:
             self.logger.info(f"already finished: opt_step {state.opt_step} of {last}")
             self.logger.close()
             return EXIT_DONE
-        with self.logger, StopRequest(config.max_time_sec) as stop:
+        with (
+            self.logger,
+            StopRequest(config.max_time_sec) as stop,
+            profiler or contextlib.nullcontext(),
+        ):
             self._stop = stop
             self.logger.progress(last, state.opt_step)
             code = self._train_to(last, stop)
             if self.dry_run and code == EXIT_DONE:
                 self._log_row()
-                self.logger.info(f"[dry-run] passed: {last} optimizer steps; nothing was written")
+                written = "nothing" if profiler is None else "nothing but the profile"
+                self.logger.info(f"[dry-run] passed: {last} optimizer steps; {written} was written")
         return code
 
     def _train_to(self, last: int, stop: StopRequest) -> int:
         state = self.state
         self._meter = Meter(self.device, loss_sum=state.log_loss_sum, tokens=state.log_tokens)
         self._mark_boundary(state.samples_seen)
-        batches = self._batches()
+        batches, micro_step = self._batches(), self._micro_step
+        if self._profiler is not None:
+            micro_step = self._profiler.around(micro_step, self._meter.paused)
         while self.state.opt_step < last:
-            self._micro_step(*next(batches))
+            micro_step(*next(batches))
             if self._after_micro_step(last):
                 batches = self._batches()
             if stop.code is not None:
@@ -456,6 +446,9 @@ def pretrain_command(
     full_shape: Annotated[
         bool, typer.Option("--full-shape", help="Dry run on a CPU: keep the literal shape.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace a few micro-steps into the run folder.")
+    ] = False,
     max_time: Annotated[
         float | None, typer.Option(help="Save and exit with code 75 after this many seconds.")
     ] = None,
@@ -487,8 +480,9 @@ def pretrain_command(
         print(f"[warn] model.grad_checkpoint: {explicit} is explicit and wins over --no-checkpoint")
     settings = dataclasses.replace(settings, **changes)
     trainer = Pretrainer(
-        settings, resume=resume, dry_run=dry_run, full_shape=full_shape, sources=sources
-    )
+        settings, resume=resume, dry_run=dry_run, full_shape=full_shape, profile=profile,
+        sources=sources,
+    )  # fmt: skip
     raise typer.Exit(trainer.train())
 
 
