@@ -22,9 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_start_for_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_start_for_every_test(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for name in LEAKY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    # What one test measures may serve the next, but nothing of the user's.
+    monkeypatch.setenv("MAMBA3_LITE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -52,7 +52,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + log1p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "padded"])
 def phase_kernel(
     proj, a_re, a_im, log_decay, cos, sin, T, padded,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
@@ -201,7 +201,7 @@ def _segments_of(segments, batch, chunk, tokens, T, C: tl.constexpr):
     return own, last, before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n_chunks", "chunks_per_split"])
 def carry_kernel(
     proj, values, log_decay, cos, sin, segments, initial, states, last_state, kept,
     T, n_chunks, chunks_per_split,
@@ -285,7 +285,7 @@ def carry_kernel(
         tl.store(kept + own_split, whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n_chunks"])
 def output_kernel(
     proj, log_decay, cos, sin, segments, states, y, T, n_chunks,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
@@ -372,66 +372,87 @@ def _decay(a, tokens, own, READERS_FIRST: tl.constexpr, HAS_SEGMENTS: tl.constex
 
 
 @triton.jit
+def _pair_tile(
+    whole, base, tokens, left, n, cos, sin, SIGN: tl.constexpr,
+    W: tl.constexpr, HN: tl.constexpr, N: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_N: tl.constexpr, ONE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Columns n of b or c: the tile that is there already, if it is the only one."""
+    if ONE_TILE:
+        return whole
+    return _load_turned(base, tokens, left, n, cos, sin, SIGN, W, HN, N, ALL_ROWS, ALL_N)
+
+
+@triton.jit
+def _row_tile(
+    whole, base, tokens, left, p, STRIDE: tl.constexpr, P: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_P: tl.constexpr, ONE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Channels p of x or dy, likewise."""
+    if ONE_TILE:
+        return whole
+    return _load_rows(base, tokens, left, p, STRIDE, P, ALL_ROWS, ALL_P)
+
+
+@triton.jit
 def _writer_gradients(
-    b, c, x, dy, b_row, c_row, x_row, dy_row, d_after, d_b_row, d_x_row,
+    all_b, all_c, all_x, all_dy, all_g,
+    b_row, c_row, x_row, dy_row, d_after, d_b_row, d_x_row,
     tokens, left, a, writes, cos, sin, own,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """dx and dB of a chunk: of what its tokens write. Returns -b . db and b's turn, each (C,).
 
-    b, c, x, dy: the tiles, if there is one of each. g is the gradient of the state after the chunk.
-    Rows are the token that writes: S^T and dM^T.
+    all_*: the tiles, if there is one of each; g is the gradient of the state after the chunk. Rows
+    are the token that writes: S^T and dM^T.
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
     HN: tl.constexpr = H * N
     ALL_N: tl.constexpr = N % TILE_N == 0
     ALL_P: tl.constexpr = P % TILE_P == 0
-    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
+    ONE: tl.constexpr = KEEP and N <= TILE_N and P <= TILE_P
     scores = tl.zeros((C, C), tl.float32)
     d_scores = tl.zeros((C, C), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
+    for n0 in range(0, N, TILE_N):
         n = n0 + tl.arange(0, TILE_N)
-        if not ONE_TILE:
-            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
+        b = _pair_tile(all_b, b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N, ONE)
+        c = _pair_tile(all_c, c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N, ONE)
         scores = _dot(b, tl.trans(c), scores)
-    for p0 in tl.static_range(0, P, TILE_P):
+    for p0 in range(0, P, TILE_P):
         p = p0 + tl.arange(0, TILE_P)
-        if not ONE_TILE:
-            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        x = _row_tile(all_x, x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P, ONE)
+        dy = _row_tile(all_dy, dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P, ONE)
         d_scores = _dot(x, tl.trans(dy), d_scores)
     decay = _decay(a, tokens, own, False, HAS_SEGMENTS)
-    mixed = (scores * decay).to(x.dtype)
-    d_mixed = (d_scores * decay).to(x.dtype)
-    for p0 in tl.static_range(0, P, TILE_P):
+    mixed = (scores * decay).to(d_x_row.dtype.element_ty)
+    d_mixed = (d_scores * decay).to(d_x_row.dtype.element_ty)
+    for p0 in range(0, P, TILE_P):
+        p = p0 + tl.arange(0, TILE_P)
         dx = tl.zeros((C, TILE_P), tl.float32)
-        if not ONE_TILE:
-            p = p0 + tl.arange(0, TILE_P)
-            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
-        for n0 in tl.static_range(0, N, TILE_N):
-            if not ONE_TILE:
-                n = n0 + tl.arange(0, TILE_N)
-                b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
-            g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+        for n0 in range(0, N, TILE_N):
+            n = n0 + tl.arange(0, TILE_N)
+            b = _pair_tile(
+                all_b, b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N, ONE
+            )
+            g = all_g if ONE else _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
             dx = _dot(b, g, dx)
+        dy = _row_tile(all_dy, dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P, ONE)
         dx = _dot(mixed, dy, dx * writes[:, None])
         _store_rows(d_x_row, tokens, left, p, dx, W, P, ALL_ROWS, ALL_P)
     growth = tl.zeros((C,), tl.float32)
     turn = tl.zeros((C,), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
-        if not ONE_TILE:
-            n = n0 + tl.arange(0, TILE_N)
-            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
+    for n0 in range(0, N, TILE_N):
+        n = n0 + tl.arange(0, TILE_N)
         db = tl.zeros((C, 2 * TILE_N), tl.float32)
-        for p0 in tl.static_range(0, P, TILE_P):
-            if not ONE_TILE:
-                p = p0 + tl.arange(0, TILE_P)
-                x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-                g = _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
+        for p0 in range(0, P, TILE_P):
+            p = p0 + tl.arange(0, TILE_P)
+            x = _row_tile(all_x, x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P, ONE)
+            g = all_g if ONE else _load_state(d_after, n0, p, TILE_N, N, P, ALL_N and ALL_P)
             db = _dot(x, tl.trans(g), db)
+        b = _pair_tile(all_b, b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N, ONE)
+        c = _pair_tile(all_c, c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N, ONE)
         db = _dot(d_mixed, c, db * writes[:, None])
         grown, turned = _pair_sums(b, db)
         growth -= grown
@@ -444,53 +465,53 @@ def _writer_gradients(
 
 @triton.jit
 def _reader_gradients(
-    b, c, x, dy, b_row, c_row, x_row, dy_row, state, d_before, d_c_row, edge,
+    all_b, all_c, all_x, all_dy,
+    b_row, c_row, x_row, dy_row, state, d_before, d_c_row, edge,
     tokens, left, a, reads, cos, sin, own,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """dC of a chunk: of what its tokens read. Returns c . dc and c's turn, each (C,).
 
-    b, c, x, dy: the tiles, if there is one of each. Writes <h, dh> before the chunk, and its
-    derivative along the turn, to ``edge``.
+    all_*: the tiles, if there is one of each. Writes <h, dh> before the chunk, and its derivative
+    along the turn, to ``edge``.
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
     HN: tl.constexpr = H * N
     ALL_N: tl.constexpr = N % TILE_N == 0
     ALL_P: tl.constexpr = P % TILE_P == 0
-    ONE_TILE: tl.constexpr = N <= TILE_N and P <= TILE_P
+    ONE: tl.constexpr = KEEP and N <= TILE_N and P <= TILE_P
     d_scores = tl.zeros((C, C), tl.float32)
-    for p0 in tl.static_range(0, P, TILE_P):
+    for p0 in range(0, P, TILE_P):
         p = p0 + tl.arange(0, TILE_P)
-        if not ONE_TILE:
-            x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
-            dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        x = _row_tile(all_x, x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P, ONE)
+        dy = _row_tile(all_dy, dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P, ONE)
         d_scores = _dot(dy, tl.trans(x), d_scores)
-    d_mixed = (d_scores * _decay(a, tokens, own, True, HAS_SEGMENTS)).to(x.dtype)
+    d_mixed = d_scores * _decay(a, tokens, own, True, HAS_SEGMENTS)
+    d_mixed = d_mixed.to(d_c_row.dtype.element_ty)
     growth = tl.zeros((C,), tl.float32)
     turn = tl.zeros((C,), tl.float32)
     edge_growth = tl.zeros((TILE_P,), tl.float32)
     edge_turn = tl.zeros((TILE_P,), tl.float32)
-    for n0 in tl.static_range(0, N, TILE_N):
+    for n0 in range(0, N, TILE_N):
         n = n0 + tl.arange(0, TILE_N)
-        if not ONE_TILE:
-            b = _load_turned(b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N)
-            c = _load_turned(c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N)
         dc = tl.zeros((C, 2 * TILE_N), tl.float32)
-        for p0 in tl.static_range(0, P, TILE_P):
-            if not ONE_TILE:
-                p = p0 + tl.arange(0, TILE_P)
-                dy = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        for p0 in range(0, P, TILE_P):
+            p = p0 + tl.arange(0, TILE_P)
+            dy = _row_tile(all_dy, dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P, ONE)
             h = _load_state(state, n0, p, TILE_N, N, P, ALL_N and ALL_P)
             dh = _load_state(d_before, n0, p, TILE_N, N, P, ALL_N and ALL_P)
             dc = _dot(dy, tl.trans(h), dc)
             grown, turned = _pair_sums(tl.trans(h), tl.trans(dh.to(tl.float32)))
             edge_growth += grown
             edge_turn -= turned
+        b = _pair_tile(all_b, b_row, tokens, left, n, cos, sin, 1, W, HN, N, ALL_ROWS, ALL_N, ONE)
+        c = _pair_tile(all_c, c_row, tokens, left, n, cos, sin, -1, W, HN, N, ALL_ROWS, ALL_N, ONE)
         dc = _dot(d_mixed, b, dc * reads[:, None])
-        grown, turned = _pair_sums(c, dc)
-        growth += grown
-        turn += turned
+        c_growth, c_turn = _pair_sums(c, dc)
+        growth += c_growth
+        turn += c_turn
         re, im = _unturn(dc, cos, sin)
         _store_rows(d_c_row, tokens, left, n, re, W, N, ALL_ROWS, ALL_N)
         _store_rows(d_c_row + HN, tokens, left, n, -im, W, N, ALL_ROWS, ALL_N)
@@ -499,19 +520,21 @@ def _reader_gradients(
     return growth, turn
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n_chunks"])
 def gradient_kernel(
     proj, log_decay, cos, sin, segments, states, d_states, dy, d_proj, growth, turn, edges,
     T, n_chunks,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, ALL_ROWS: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """Grid (B nc H,): the gradient of x, B and C, and what ``decay_gradient_kernel`` needs for dt.
 
     states and d_states: what ``carry_kernel`` left forward and backward, dy (B, T, H, P), d_proj
     like proj. growth and turn, (B, H, nc C) float32, take c . dc - b . db of each token and the
     same with the derivative along the turn; edges (B, H, nc, 2) float32 takes <h, dh> before the
-    chunk, likewise twice.
+    chunk, likewise twice. KEEP holds what both halves need, where one tile is all of it; that pays
+    where products read their operands from shared memory, and elsewhere overflows the registers.
     """
     W: tl.constexpr = H * (P + 4 * N + 1)
     program = tl.program_id(0).to(tl.int64)
@@ -542,7 +565,7 @@ def gradient_kernel(
         own, last, before = _segments_of(segments, batch, chunk, tokens, T, C)
         reads = tl.where(own == before, reads, 0.0)
         writes = tl.where(own == last, writes, 0.0)
-    if N <= TILE_N and P <= TILE_P:
+    if KEEP and N <= TILE_N and P <= TILE_P:
         # One tile holds the whole state at the usual sizes: its tokens are then read only once.
         n = tl.arange(0, TILE_N)
         p = tl.arange(0, TILE_P)
@@ -552,26 +575,29 @@ def gradient_kernel(
         c = _load_turned(c_row, tokens, left, n, cos_t, sin_t, -1, W, H * N, N, ALL_ROWS, ALL_N)
         x = _load_rows(x_row, tokens, left, p, W, P, ALL_ROWS, ALL_P)
         dy_p = _load_rows(dy_row, tokens, left, p, H * P, P, ALL_ROWS, ALL_P)
+        g = _load_state(d_before + 2 * N * P, 0, p, TILE_N, N, P, ALL_N and ALL_P)
     else:
         b = tokens
         c = tokens
         x = tokens
         dy_p = tokens
+        g = tokens
     b_growth, b_turn = _writer_gradients(
-        b, c, x, dy_p, b_row, c_row, x_row, dy_row, d_before + 2 * N * P, d_b_row, d_row + head * P,
+        b, c, x, dy_p, g,
+        b_row, c_row, x_row, dy_row, d_before + 2 * N * P, d_b_row, d_row + head * P,
         tokens, left, a, writes, cos_t, sin_t, own,
-        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS,
+        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS, KEEP,
     )  # fmt: skip
     c_growth, c_turn = _reader_gradients(
         b, c, x, dy_p, b_row, c_row, x_row, dy_row, states + edge * (2 * N * P), d_before,
         d_b_row + 2 * H * N, edges + 2 * edge, tokens, left, a, reads, cos_t, sin_t, own,
-        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS,
+        H, N, P, C, TILE_N, TILE_P, ALL_ROWS, HAS_SEGMENTS, KEEP,
     )  # fmt: skip
     tl.store(growth + here, b_growth + c_growth)
     tl.store(turn + here, b_turn + c_turn)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n_chunks"])
 def decay_gradient_kernel(
     proj, a_re, a_im, growth, turn, edges, d_proj, d_a, T, n_chunks,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,

@@ -44,8 +44,8 @@ LIMITS = {
 }  # fmt: skip
 # What each backend computes in, where that is not float32 and float64.
 PRECISIONS = {"triton": (torch.float32,), "fused": (torch.bfloat16, torch.float32)}
-# Where the true ddt and dA vanish (steps of 50 and more forget everything, a lone token has nothing
-# to forget), an absolute error in units of |y| |dy|.
+# Where the true ddt, dA and dstate vanish (steps of 50 and more forget everything, a lone token has
+# nothing to forget), an absolute error in units of |y| |dy|.
 VANISHING = {torch.bfloat16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 
 
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def decay_gradients_vanish(self) -> bool:
-        """Whether ddt and dA may be zero in truth, so that a relative error says nothing."""
+        """Whether ddt, dA and dstate may be zero in truth: a relative error then says nothing."""
         return self.raw_dt in (50.0, 1000.0) or self.length == 1
 
 
@@ -70,7 +70,7 @@ class Result:
     """How far one implementation is from the oracle, and whether all it gave was finite."""
 
     errors: dict[str, float]  # relative L2, by tensor
-    absolute: dict[str, float]  # of ddt and dA, in units of |y| |dy|
+    absolute: dict[str, float]  # of ddt, dA and dstate, in units of |y| |dy|
     finite: bool
 
     def failures(self, problem: Problem, dtype: torch.dtype) -> list[str]:
@@ -178,7 +178,9 @@ def check(
     difference = {name: float((got[name] - want[name]).norm()) for name in want}
     return Result(
         errors={name: difference[name] / max(float(want[name].norm()), tiny) for name in want},
-        absolute={name: difference[name] / scale for name in ("ddt", "dA")},
+        absolute={
+            name: difference[name] / scale for name in ("ddt", "dA", "dstate") if name in want
+        },
         finite=all(bool(torch.isfinite(value).all()) for value in got.values()),
     )
 
@@ -227,7 +229,7 @@ def sweep(
 def table(rows: dict[tuple[str, str, str], Worst]) -> Table:
     """The worst relative L2 error of each tensor.
 
-    Where ddt and dA may vanish it is the better of relative and absolute.
+    Where ddt, dA and dstate may vanish it is the better of relative and absolute.
     """
     tensors = ("y", "state", "dx", "dB", "dC", "ddt", "dA", "dstate")
     shown = Table("backend", "precision", "raw dt", "cases", *tensors, "verdict")

@@ -1,9 +1,16 @@
 """Parameters, FLOPs and bytes of a configuration, by arithmetic alone: no tensor is made.
 
 A multiply-add counts as two FLOPs. W is the number of parameters that sit in matrix products (head
-included), L layers, H heads, D channels, N complex state width, C chunk length.
+included), L layers, H heads, D channels, N complex state width, C chunk length. The functions that
+take ``dispatch`` and ``compiled`` say what this code keeps in memory, under bf16 autocast; tests
+hold them against the code run on tensors without storage, and against recorded peaks.
 """
 
+from typing import NamedTuple
+
+import torch
+
+from mamba3_lite.models import ssd_plans
 from mamba3_lite.models.transformer import ModelConfig
 
 
@@ -107,3 +114,110 @@ def weight_bytes(cfg: ModelConfig) -> int:
 def state_bytes(cfg: ModelConfig, batch: int = 1) -> int:
     """The recurrent state of ``batch`` sequences in complex64; constant in their length."""
     return 8 * batch * cfg.n_layers * cfg.n_heads * cfg.state_dim * cfg.head_dim
+
+
+class _Bytes(NamedTuple):
+    """Bytes a token and head: so many times N, D, C and N D / C, and a constant."""
+
+    n: int
+    d: int
+    c: int
+    states: int
+    rest: int
+
+    def of(self, cfg: ModelConfig, chunk: int) -> int:
+        """Bytes a token, over all heads."""
+        states = self.states * cfg.state_dim * cfg.head_dim // chunk
+        width = self.n * cfg.state_dim + self.d * cfg.head_dim + self.c * chunk
+        return cfg.n_heads * (width + states + self.rest)
+
+
+class _SsdMemory(NamedTuple):
+    """What one SSD path holds; where it holds its bf16 projection, 8 N + 2 D + 2 are of that.
+
+    ``kept`` is there between forward and backward, ``selective`` the same under selective
+    checkpointing, ``moments`` are the fullest ones inside the path's own forward and backward.
+    """
+
+    kept: _Bytes
+    selective: _Bytes
+    moments: tuple[_Bytes, ...]
+
+
+# Projection, bf16 states at the chunks' edges, three float32 numbers of phase; the backward adds
+# dy, the gradients of projection and states, and two float32 sums.
+_FUSED = _SsdMemory(_Bytes(8, 2, 0, 4, 14), _Bytes(8, 2, 0, 4, 14), (_Bytes(16, 6, 0, 8, 24),))
+# Projection, both rotated operands in float32 (16 N), the scores, the states twice in float32, and
+# bf16 operands of the backward's products; the backward adds dy, the gradients of the projection,
+# of both operands, of x, and of the scores in float32 and in bf16.
+_ROTATED_COMPILED = _SsdMemory(
+    _Bytes(32, 4, 4, 20, 11), _Bytes(8, 8, 4, 8, 2), (_Bytes(56, 12, 10, 20, 13),)
+)
+# Run operation by operation, whatever autograd saves.
+_BY_OPERATION = {
+    "fused": _FUSED,
+    "rotated": _SsdMemory(
+        _Bytes(64, 8, 12, 24, 45), _Bytes(8, 8, 4, 8, 2), (_Bytes(80, 26, 16, 32, 68),)
+    ),
+    "pytorch": _SsdMemory(
+        _Bytes(64, 12, 28, 24, 81),
+        _Bytes(8, 12, 8, 8, 2),
+        (_Bytes(76, 30, 32, 35, 170), _Bytes(52, 10, 54, 44, 80)),
+    ),
+    "triton": _SsdMemory(
+        _Bytes(40, 4, 0, 16, 89), _Bytes(8, 8, 0, 0, 2), (_Bytes(60, 16, 61, 30, 16),)
+    ),
+}
+
+
+class BlockMemory(NamedTuple):
+    """Bytes a token of one block under bf16 autocast.
+
+    Attributes:
+        ssd: of what stays for the backward pass, the part of the SSD path, projection included.
+        rest: the other part: residual stream, norms, products, SwiGLU.
+        fullest: the block while its own backward runs, what is made again and all gradients
+            inside it included.
+    """
+
+    ssd: int
+    rest: int
+    fullest: int
+
+
+def block_memory(cfg: ModelConfig, *, dispatch: str, compiled: bool) -> BlockMemory:
+    """What one block holds, by ``cfg.grad_checkpoint``; ``dispatch`` is a path, never "auto"."""
+    d, width, ffn = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.ffn_dim
+    # These two are in the block's graph; torch.compile leaves the others alone.
+    in_graph = compiled and dispatch in ("fused", "rotated")
+    memory = _BY_OPERATION[dispatch]
+    if in_graph and dispatch == "rotated":
+        memory = _ROTATED_COMPILED
+    # The fused kernels cut chunks of their own.
+    fused_chunk = ssd_plans.chunk_size(torch.bfloat16)
+    chunk = fused_chunk if dispatch == "fused" else cfg.chunk_size
+    ssd = memory.kept.of(cfg, chunk)
+    inside_ssd = max(moment.of(cfg, chunk) for moment in memory.moments)
+    # bf16 inputs of both norms, of all products and of the SwiGLU, and two numbers of 1 / rms. A
+    # norm that is not compiled keeps two float32 tensors in the place of its bf16 input.
+    rest = 2 * (4 * d + 2 * width + 3 * ffn) + 8 + (0 if compiled else 12 * d)
+    # The last product's output serves nobody, but only a compiler sees that.
+    needless = 0 if compiled else 2 * d
+    selective = cfg.grad_checkpoint == "selective"
+    whole = ssd + rest + (needless if selective else 0)
+    in_swiglu = whole + 2 * d + 6 * ffn
+    if in_graph:
+        # One call, which gives nothing back before its end.
+        in_ssd = whole - ssd + inside_ssd + 2 * d
+    else:
+        # Beside the SSD: the block's input, its gradient, and the norm before the projection.
+        in_ssd = inside_ssd + (6 * d if compiled else 14 * d)
+    outputs = 2 * (width + d + 2 * ffn) + needless  # of the products behind the SSD
+    if selective and not in_graph:
+        in_ssd += outputs
+    fullest = max(in_swiglu, in_ssd)
+    if cfg.grad_checkpoint is True:
+        return BlockMemory(0, 2 * d, fullest)
+    if selective:
+        return BlockMemory(memory.selective.of(cfg, chunk), 2 * (d + width) + outputs, fullest)
+    return BlockMemory(ssd, rest, fullest)

@@ -253,6 +253,7 @@ def fused_ssd_backward(
         gradient_kernel[(batch * heads * layout.chunks,)](
             proj, *phase, segments, states, d_states, dy, d_proj, growth, turn, edges,
             layout.length, layout.chunks, **_tiling(plan, layout, segments),
+            KEEP=plan.keep and proj.dtype != torch.float32,
             num_warps=plan.gradient.num_warps, num_stages=plan.gradient.num_stages,
         )  # fmt: skip
         decay_gradient_kernel[(batch * heads * layout.chunks,)](
@@ -377,7 +378,8 @@ def _problem(
     """What is wrong with a plan here, in a few words: results, all gradients, both row cases."""
     from triton.runtime.errors import OutOfResources
 
-    for length in (4 * ssd_plans.chunk_size(dtype), 3 * ssd_plans.chunk_size(dtype) + 5):
+    # Long enough for the carry to be split, and short with a ragged end.
+    for length in (16 * ssd_plans.chunk_size(dtype), 3 * ssd_plans.chunk_size(dtype) + 5):
         truth, ask = self_test_case(device, dtype, shape, length)
         try:
             with forced(plan):
@@ -419,6 +421,7 @@ def _choose(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int
     for candidate in CANDIDATES:
         problem = _problem(candidate, device, dtype, shape)
         if problem is not None:
+            print(f"[ssd] fused: {candidate} passed over: {problem}")
             problems.append(problem)
             continue
         passed.append(candidate)

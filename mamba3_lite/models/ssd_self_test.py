@@ -21,7 +21,7 @@ def self_test_case(
 
     Args:
         shape: heads, state_dim and head_dim.
-        length: tokens of the one sequence.
+        length: tokens of each of the two sequences.
 
     Returns:
         The answers by name (y, final, d_proj, d_dt, dA, d_state), and a function that takes
@@ -34,11 +34,11 @@ def self_test_case(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    proj = draw(1, length, heads * (head_dim + 4 * state_dim + 1)).to(dtype)
-    a = torch.stack([-torch.logspace(-2, 0, heads), torch.linspace(0, 3, heads)]).to(device)
-    state = draw(1, heads, 2 * state_dim, head_dim)
-    segments = (torch.arange(length, device=device) >= length // 3).long()[None]
-    dy, d_final = draw(1, length, heads, head_dim), draw(*state.shape)
+    proj = draw(2, length, heads * (head_dim + 4 * state_dim + 1)).to(dtype)
+    a = torch.stack([-torch.logspace(-2, 0, heads), torch.linspace(0.5, 3, heads)]).to(device)
+    state = draw(2, heads, 2 * state_dim, head_dim)
+    segments = (torch.arange(length, device=device) >= length // 3).long().expand(2, -1)
+    dy, d_final = draw(2, length, heads, head_dim), draw(*state.shape)
 
     def answers(run: Callable, cast: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         leaves = [cast(t).detach().clone().requires_grad_() for t in (proj, a, state)]
