@@ -23,13 +23,29 @@ COMMANDS = {
         "mamba3_lite.measure.consumption:inspect_command",
         "Show what prepared data hold, and what a run would consume.",
     ),
+    "plan": (
+        "mamba3_lite.measure.plan:plan_command",
+        "Show what a run will take: tokens, memory, hours, cost, disk.",
+    ),
+    "doctor": (
+        "mamba3_lite.measure.doctor:doctor_command",
+        "Say whether this machine can train, and what each SSD path does here.",
+    ),
     "pretrain": (
         "mamba3_lite.training.pretrain:pretrain_command",
         "Pretrain a model from a YAML configuration; resumes by itself.",
     ),
+    "report": (
+        "mamba3_lite.measure.report:report_command",
+        "Show runs as figures and one page that reads well on a phone.",
+    ),
     "generate": (
         "mamba3_lite.inference.generate:generate_command",
         "Continue a prompt with a trained model.",
+    ),
+    "ab": (
+        "mamba3_lite.measure.ab:ab_command",
+        "Compare configurations that differ in one key: speed, loss, memory.",
     ),
     "parity": (
         "mamba3_lite.measure.parity:parity_command",

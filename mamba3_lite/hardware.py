@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,41 @@ _PEAKS_BF16: tuple[tuple[str, float], ...] = (
     (r"RTX 4090", 165e12),
     (r"RTX 3090", 71e12),
 )
+
+# GPUs that can be named without being there: the product whose peak is meant, and the memory that
+# its data sheet states, in GB.
+_STATED: dict[str, tuple[str, int]] = {
+    "A100": ("A100-SXM4-80GB", 80),
+    "A100 40GB": ("A100-SXM4-40GB", 40),
+    "H100": ("H100 SXM5", 80),
+    "H100 PCIe": ("H100 PCIe", 80),
+    "H200": ("H200", 141),
+    "B200": ("B200", 180),
+    "L40S": ("L40S", 48),
+    "L4": ("L4", 24),
+    "A10": ("A10", 24),
+    "RTX 4090": ("RTX 4090", 24),
+    "RTX 3090": ("RTX 3090", 24),
+}
+GPU_NAMES = tuple(_STATED)
+
+
+class StatedGpu(NamedTuple):
+    """A GPU as its data sheet has it: dense bf16 FLOP/s and bytes of memory."""
+
+    name: str
+    peak_bf16_flops: float
+    memory_bytes: int
+
+
+def stated_gpu(name: str) -> StatedGpu | None:
+    """The GPU of a name in ``GPU_NAMES``, in any case; None for another."""
+    for known, (product, gigabytes) in _STATED.items():
+        if known.lower() == name.strip().lower():
+            peak = peak_bf16_flops(product)
+            assert peak is not None
+            return StatedGpu(known, peak, gigabytes * 10**9)
+    return None
 
 
 def device_name(device: torch.device | str) -> str:

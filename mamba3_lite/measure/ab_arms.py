@@ -150,13 +150,16 @@ def split_sweep(overrides: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def load_arms(
-    configs: Sequence[str], overrides: Sequence[str], *, identical: bool
+    configs: Sequence[str], overrides: Sequence[str], *, identical: bool, opt_steps: int | None
 ) -> list[tuple[TrainingConfig, dict[str, str]]]:
     """Configuration and launch variables of each arm.
 
     They come from several files, or from one file and a sweep; ``identical`` takes one file twice.
+    ``opt_steps`` is the length of the runs, which a warm-up has to fit into; None: the files'.
     """
     common, sweep = split_sweep(overrides)
+    if opt_steps is not None:
+        common.append(f"training.total_steps={opt_steps}")
     if identical and (sweep or len(configs) != 1):
         raise UserError("--aa compares one configuration with itself: one --config, nothing swept.")
     if sweep and len(configs) != 1:

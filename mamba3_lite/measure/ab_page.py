@@ -26,33 +26,34 @@ def by_arm(experiment: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, list
 def table(
     experiment: Mapping[str, Any], runs: Sequence[Run], comparisons: Sequence[Comparison]
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and one row an arm, all as text; what is not known is a dash."""
-    protocol, against = experiment["protocol"], next(iter(experiment["arms"]))
+    """Header and rows as text, a column for each arm; what is not known is a dash."""
+    protocol, (first, *_) = experiment["protocol"], experiment["arms"]
     loss = "loss" if protocol["throughput"] else f"loss@{protocol['loss_at']}"
-    header = [
-        "arm", experiment["key"] or "identical arms", "path", "tok/s", f"against {against}", loss,
-        "difference", "peak GiB", "difference", "first micro-step", "runs",
-    ]  # fmt: skip
+    names = (
+        experiment["key"] or "identical", "path", "tok/s", f"against {first}", loss,
+        f"against {first}", "peak GiB", f"against {first}", "first micro-step", "runs",
+    )  # fmt: skip
     compared = {one.arm: one for one in comparisons}
-    rows = []
+    columns = []
     for name, finished in by_arm(experiment, runs).items():
         arm, one = experiment["arms"][name], compared.get(name)
+        path = arm["backend"] if arm["compile"] is None else f"{arm['backend']}, {arm['compile']}"
         shown = ["-"] * 7
         if finished:
             shown = [
                 f"{_mean(finished, 'tps'):,.0f}",
-                _interval(one and one.speed_percent, "+.1f", " %"),
+                _interval(one.speed_percent if one else None, "+z.1f", " %"),
                 f"{_mean(finished, 'loss'):.4f}",
-                _interval(one and one.loss_nat, "+.4f"),
+                _interval(one.loss_nat if one else None, "+z.4f"),
                 f"{_mean(finished, 'peak_mem_gib'):.2f}",
-                _interval(one and one.peak_mem_gib, "+.2f"),
+                _interval(one.peak_mem_gib if one else None, "+z.2f"),
                 # The first repeat found an empty compile cache.
                 f"{finished[0]['first_micro_step_sec']:.1f} s",
             ]
-        path = arm["backend"] if arm["compile"] is None else f"{arm['backend']}, {arm['compile']}"
-        failures = [r["failed"] for r in runs if r["arm"] == name and r["failed"] is not None]
-        rows.append([name, arm["value"], path, *shown, "; ".join([str(len(finished)), *failures])])
-    return header, rows
+        failed = sum(run["arm"] == name and run["failed"] is not None for run in runs)
+        count = str(len(finished)) + (f", {failed} failed" if failed else "")
+        columns.append([arm["value"], path, *shown, count])
+    return ["", *experiment["arms"]], [list(row) for row in zip(names, *columns, strict=True)]
 
 
 def _mean(runs: Sequence[Run], name: str) -> float:

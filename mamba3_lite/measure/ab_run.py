@@ -1,6 +1,6 @@
-"""What the processes of a comparison do: look at all arms first, then train one arm once.
+"""What the processes of a comparison do: look at an arm before any training, or train it once.
 
-    python -m mamba3_lite.measure.ab_run check A/arm.yaml B/arm.yaml
+    python -m mamba3_lite.measure.ab_run check A/arm.yaml
     python -m mamba3_lite.measure.ab_run train A/0/arm.yaml backend
 
 Only these processes touch the GPU, so that none finds the memory of another in use.
@@ -28,8 +28,8 @@ from mamba3_lite.training.run_data import open_data
 
 # The arm itself cannot be trained: out of memory, or its loss is lost.
 EXIT_ARM_FAILED = 3
-# These say where, not how.
-_PLACES = ("MAMBA3_LITE_CACHE", "WANDB_PROJECT", "WANDB_RUN_NAME", "TORCH_COMPILE_MODE")
+# The other variables say where things are, or stand among an arm's settings.
+_SWITCHES = ("ENABLE_TRITON_KERNELS", "TRITON_INTERPRET")
 
 
 class ArmFailedError(Exception):
@@ -77,26 +77,20 @@ def compile_mode_in_effect(config: TrainingConfig, device: torch.device) -> str 
     return compile_blocks(Mamba3Transformer(tiny), config.compile_mode)
 
 
-def check(paths: list[str]) -> dict[str, Any]:
-    """What each arm would run, its data, and all that its numbers depend on, before any training.
+def check(path: str) -> dict[str, Any]:
+    """What an arm would run, its data, and all else that its numbers depend on.
 
     Raises:
-        UserError: an arm that would not run as it says.
+        UserError: it would not run as it says.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    effects, fingerprints = [], []
-    for path in paths:
-        config, _ = load_training_config(path)
-        try:
-            backend = backend_asked_for(config, device)
-            effects.append({"backend": backend, "compile": compile_mode_in_effect(config, device)})
-            data, _, _ = open_data(config, stand_in=0, log=print)
-        except UserError as problem:
-            raise UserError(f"arm {Path(path).parent.name}: {problem}") from problem
-        fingerprints.append(data.fingerprint)
+    config, _ = load_training_config(path)
     return {
-        "effects": effects,
-        "data_fingerprint": fingerprints[0],
+        "effect": {
+            "backend": backend_asked_for(config, device),
+            "compile": compile_mode_in_effect(config, device),
+        },
+        "data_fingerprint": open_data(config, stand_in=0, log=print).train.fingerprint,
         "environment": {**hardware.environment_record(), **_more_environment()},
     }
 
@@ -107,10 +101,9 @@ def _more_environment() -> dict[str, Any]:
     digest = hashlib.sha256()
     for source in sorted(package.rglob("*.py")):
         digest.update(source.relative_to(package).as_posix().encode() + b"\0" + source.read_bytes())
-    names = [variable.name for variable in env.VARIABLES if variable.name not in _PLACES]
     return {
         "code": digest.hexdigest()[:12],
-        "variables": {name: env.read(name) for name in names},
+        "variables": {name: env.read(name) for name in _SWITCHES},
         "threads": torch.get_num_threads(),
     }
 
@@ -144,8 +137,8 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with user_errors_as_one_line():
         match argv:
-            case ["check", *paths]:
-                print(json.dumps(check(paths)))
+            case ["check", path]:
+                print(json.dumps(check(path)))
             case ["train", path, backend]:
                 try:
                     train(path, backend)

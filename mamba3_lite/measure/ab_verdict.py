@@ -14,8 +14,8 @@ from mamba3_lite.measure.stats import Estimate, over_blocks, over_repeats
 CONFIDENCE = 0.95
 # A pure throughput knob that moves the loss by more than this is a mistake somewhere.
 LOSS_LIMIT_NAT = 0.01
-# Less memory than a table shows is no difference.
-_LEAST_GIB = 0.01
+# Nobody chooses a setting for less than this share of the memory.
+_LEAST_MEMORY_SHARE = 0.005
 # The median of normal values is so many times less certain than their mean.
 _MEDIAN_PENALTY = math.sqrt(math.pi / 2)
 
@@ -84,13 +84,15 @@ def compare(
     by_repeat = {run["repeat"]: run for run in reference}
     pairs = [(by_repeat[run["repeat"]], run) for run in arm if run["repeat"] in by_repeat]
     speed, loss = _speed(pairs, confidence), _loss(pairs, confidence)
-    memory = None
+    memory = told = None
     if len(pairs) > 1:
         differences = [b["peak_mem_gib"] - a["peak_mem_gib"] for a, b in pairs]
         memory = over_repeats(differences, confidence=confidence)
+        if abs(memory.mean) >= _LEAST_MEMORY_SHARE * pairs[0][0]["peak_mem_gib"]:
+            told = memory if memory.differs else None
     checked = _check(loss) if pure else None
     name = arm[0]["arm"]
-    words = _words(name, protocol.loss_name, key, speed, loss, memory, checked)
+    words = _words(name, protocol.loss_name, key, speed, loss, told, checked)
     if len(pairs) == 1:
         words += " (one repeat: the noise between runs is not in the intervals)"
     return Comparison(
@@ -136,31 +138,31 @@ def _words(
     name: str, loss_name: str, key: str, speed: Estimate, loss: Estimate, memory: Estimate | None,
     checked: str | None,
 ) -> str:  # fmt: skip
-    heavier = memory is not None and memory.differs and abs(memory.mean) >= _LEAST_GIB
-    if checked in ("failed", "undecided"):
-        last = _check_words(loss_name, key, loss, failed=checked == "failed")
-    elif not (speed.differs or loss.differs or heavier):
+    """One sentence; ``memory`` is None where there is nothing to tell of it."""
+    moved = loss.differs if checked is None else checked != "passed"
+    if not (speed.differs or moved or memory):
         return (
-            f"{name}: no difference shown (speed {speed.mean:+.1f} % {_ends(speed, 1)}, "
-            f"{loss_name} {loss.mean:+.4f} nat {_ends(loss, 4)})"
+            f"{name}: no difference shown (speed {speed.mean:+z.1f} % {_ends(speed, 1)}, "
+            f"{loss_name} {loss.mean:+z.4f} nat {_ends(loss, 4)})"
         )
-    elif not loss.differs:
-        last = f"{loss_name} equal within noise"
-    elif checked:
-        last = f"{loss_name} {loss.mean:+.4f} nat, within the limit of {LOSS_LIMIT_NAT}"
-    else:
-        last = f"{loss_name} is {_more(loss, 4, ' nat', 'higher', 'lower')}"
-    parts = [f"no difference in speed shown ({speed.mean:+.1f} % {_ends(speed, 1)})"]
+    parts = [f"{name}: no difference in speed shown ({speed.mean:+z.1f} % {_ends(speed, 1)})"]
     if speed.differs:
-        parts = [f"is {_more(speed, 1, ' %', 'faster', 'slower')}"]
-    if memory is not None and heavier:
+        parts = [f"{name} is {_more(speed, 1, ' %', 'faster', 'slower')}"]
+    if memory is not None:
         parts.append(f"peak memory {_more(memory, 2, ' GiB', 'more', 'less')}")
-    colon = "" if speed.differs else ":"
-    return f"{name}{colon} {'; '.join([*parts, last])}"
+    if checked in ("failed", "undecided"):
+        parts.append(_check_words(loss_name, key, loss, failed=checked == "failed"))
+    elif not loss.differs:
+        parts.append(f"{loss_name} equal within noise")
+    elif checked:
+        parts.append(f"{loss_name} {loss.mean:+z.4f} nat, within the limit of {LOSS_LIMIT_NAT}")
+    else:
+        parts.append(f"{loss_name} is {_more(loss, 4, ' nat', 'higher', 'lower')}")
+    return "; ".join(parts)
 
 
 def _check_words(loss_name: str, key: str, loss: Estimate, *, failed: bool) -> str:
-    moved = f"{loss_name} differs by {loss.mean:+.4f} nat {_ends(loss, 4)}"
+    moved = f"{loss_name} differs by {loss.mean:+z.4f} nat {_ends(loss, 4)}"
     if failed:
         must = f"{key} must not change what is learned" if key else "the arms are identical"
         return f"LOSS CHECK FAILED: {moved}, and {must}"
@@ -173,8 +175,8 @@ def _more(found: Estimate, digits: int, unit: str, up: str, down: str) -> str:
     if found.mean < 0:
         low, high = -high, -low
     word = up if found.mean > 0 else down
-    return f"{abs(found.mean):.{digits}f}{unit} {word} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{abs(found.mean):.{digits}f}{unit} {word} {_ends(Estimate(0, low, high), digits)}"
 
 
 def _ends(found: Estimate, digits: int) -> str:
-    return f"[{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return f"[{found.low:z.{digits}f}, {found.high:z.{digits}f}]"

@@ -1,5 +1,6 @@
 """The curves of a report: one figure a quantity, all runs in it, events marked at its top."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Quantity:
 LOSS = Quantity("loss", "loss (nat per token)", "{:.4g}", clipped=True)
 QUANTITIES = (
     LOSS,
-    Quantity("lr", "learning rate", "{:.2g}"),
+    Quantity("lr", "learning rate", "{:.3g}"),
     Quantity("tps", "tokens per second", "{:,.0f}"),
     Quantity("mfu", "model FLOPs utilisation", "{:.1%}"),
     Quantity("grad_norm", "gradient norm before clipping", None),
@@ -52,18 +53,17 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of one run: points (n,), and how many rows they stand for."""
+    """The points (n,) that are drawn of one run."""
 
     x: np.ndarray
     y: np.ndarray
-    rows: int
 
     @classmethod
     def of(cls, series: Series) -> "Curve":
         """All rows, or the lowest and highest of each of MAX_POINTS / 2 equal stretches."""
         x, y = series
         if len(x) <= MAX_POINTS:
-            return cls(x, y, len(x))
+            return cls(x, y)
         kept: list[int] = []
         for stretch in np.array_split(np.arange(len(x)), MAX_POINTS // 2):
             finite = stretch[np.isfinite(y[stretch])]
@@ -71,33 +71,42 @@ class Curve:
                 kept += sorted({finite[y[finite].argmin()], finite[y[finite].argmax()]})
             else:
                 kept.append(stretch[0])
-        return cls(x[kept], y[kept], len(x))
+        return cls(x[kept], y[kept])
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, the name of its file, and what there is to say about it."""
+    """A drawing, the name of its file, what there is to say about it, and the legend's height."""
 
     name: str
     draw: Draw
     caption: str
+    legend_rows: int
+
+    @property
+    def size_inches(self) -> tuple[float, float]:
+        """Of a phone's width, so that its text is read there at its own size."""
+        return 3.8, 2.6 + 0.16 * self.legend_rows
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    """One for each quantity that any run has a finite value of."""
-    return [_figure(quantity, runs) for quantity in QUANTITIES if _has(runs, quantity.key)]
+    """One for each quantity that any run has a finite value of; the first explains the marks."""
+    found = [q for q in QUANTITIES if any(np.isfinite(run.series(q.key)[1]).any() for run in runs)]
+    return [_figure(q, runs, explained=q is found[0]) for q in found]
 
 
-def _has(runs: Sequence[Run], key: str) -> bool:
-    return any(np.isfinite(run.series(key)[1]).any() for run in runs)
+def thinned(runs: Sequence[Run]) -> list[str]:
+    """Which runs have more rows than are drawn, and how many."""
+    counts = [(run, len(run.series(LOSS.key)[0])) for run in runs]
+    return [f"{count:,} of {run.name}" for run, count in counts if count > MAX_POINTS]
 
 
-def _figure(quantity: Quantity, runs: Sequence[Run]) -> Figure:
+def _figure(quantity: Quantity, runs: Sequence[Run], *, explained: bool) -> Figure:
     curves = [Curve.of(run.series(quantity.key)) for run in runs]
     key = "val_loss" if quantity is LOSS else None
     validation = [] if key is None else [Curve.of(run.series(key)) for run in runs]
-    every = [*curves, *validation]
-    top = _top(every) if quantity.clipped else None
+    every = [curve for curve in (*curves, *validation) if np.isfinite(curve.y).any()]
+    limits = _limits(every) if quantity.clipped else None
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -113,15 +122,17 @@ def _figure(quantity: Quantity, runs: Sequence[Run]) -> Figure:
             axes.set_yscale("log")
         else:
             axes.yaxis.set_major_formatter(lambda value, _: quantity.form.format(value))
-        axes.set_ylim(top=top)
+        axes.set_ylim(limits)
         axes.set(xlabel="optimizer step", ylabel=quantity.label)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.locator_params(axis="x", integer=True, nbins=6)
-        handles = _legend(runs, validated=any(len(curve.x) for curve in validation))
-        if handles:
-            figure.legend(handles=handles, loc="outside lower left", ncols=2)
+        axes.locator_params(axis="x", integer=True, nbins=5)
+        if entries:
+            _draw_legend(figure, entries, columns)
 
-    return Figure(quantity.key, draw, _caption(quantity, runs, curves, every, top))
+    entries = _legend(runs, validated=any(len(c.x) for c in validation), marks=explained)
+    columns = 1 if any(len(label) > 18 for label, _ in entries) else 2
+    caption = _caption(quantity, runs, curves, every, limits)
+    return Figure(quantity.key, draw, caption, math.ceil(len(entries) / columns))
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -141,16 +152,18 @@ def _validation_style(colour: str) -> dict[str, Any]:
     return {"color": colour, "ls": ":", "marker": "o", "ms": 3.5}
 
 
-def _top(curves: Sequence[Curve]) -> float | None:
+def _limits(curves: Sequence[Curve]) -> tuple[float, float] | None:
     """Where an axis ends that short spikes would stretch; None where none would.
 
     Neither a start far above the rest nor a rise that stays is a spike.
     """
     finite = [curve.y[np.isfinite(curve.y)] for curve in curves]
-    finite = [y for y in finite if len(y)]
     low, high = min(y.min() for y in finite), max(y.max() for y in finite)
     usual = max(max(y[:_SPIKE_POINTS].max(), _medians(y).max()) for y in finite)
-    return float(usual + (usual - low) / 4) if 0 < 3 * (usual - low) < high - low else None
+    if not 0 < 3 * (usual - low) < high - low:
+        return None
+    margin = (usual - low) / 8
+    return float(low - margin), float(usual + margin)
 
 
 def _medians(y: np.ndarray) -> np.ndarray:
@@ -179,27 +192,35 @@ def _mark_of(kind: str) -> tuple[str, str]:
     return MARKS.get(kind, (kind, "d"))
 
 
-def _legend(runs: Sequence[Run], *, validated: bool) -> list[Any]:
-    """Runs by colour if there are several, then what lines and marks mean; none if it is plain."""
+def _legend(
+    runs: Sequence[Run], *, validated: bool, marks: bool
+) -> list[tuple[str, dict[str, Any]]]:
+    """(label, style) of runs if there are several, and of what lines and marks mean.
+
+    A style without a colour is drawn in that of the text; a plain figure needs no entry.
+    """
+    one = len(runs) == 1
+    found = [] if one else [(run.name, _style(number)) for number, run in enumerate(runs)]
+    if validated:
+        style = _validation_style(COLOURS[1])
+        if one:
+            found.append(("training", _style(0)))
+        else:
+            del style["color"]
+        found.append(("validation", style))
+    kinds = {event.kind: None for run in runs for event in run.events} if marks else {}
+    for label, marker in map(_mark_of, kinds):
+        found.append((label, {"ls": "", "marker": marker, "ms": 5}))
+    return [(_as_label(label), style) for label, style in found]
+
+
+def _draw_legend(figure: Any, entries: list[tuple[str, dict[str, Any]]], columns: int) -> None:
     from matplotlib import rcParams
     from matplotlib.lines import Line2D
 
-    def entry(label: str, **style: Any) -> None:
-        handles.append(Line2D([], [], label=_as_label(label), **style))
-
-    handles: list[Any] = []
-    ink, one = rcParams["text.color"], len(runs) == 1
-    if not one:
-        for number, run in enumerate(runs):
-            entry(run.name, **_style(number))
-    elif validated:
-        entry("training", **_style(0))
-    if validated:
-        entry("validation", **_validation_style(COLOURS[1] if one else ink))
-    for kind in {event.kind: None for run in runs for event in run.events}:
-        label, marker = _mark_of(kind)
-        entry(label, color=ink, ls="", marker=marker, ms=5)
-    return handles
+    ink = {"color": rcParams["text.color"]}
+    handles = [Line2D([], [], label=label, **(ink | style)) for label, style in entries]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
 
 
 def _as_label(name: str) -> str:
@@ -213,21 +234,15 @@ def _caption(
     runs: Sequence[Run],
     curves: Sequence[Curve],
     every: Sequence[Curve],
-    top: float | None,
+    limits: tuple[float, float] | None,
 ) -> str:
     said = [quantity.label[0].upper() + quantity.label[1:] + "."]
-    for run, curve in zip(runs, curves, strict=True):
-        of = "" if len(runs) == 1 else f" of {run.name}"
-        if not np.isfinite(curve.y).any():
-            said.append(f"No value{of}.")
-        if len(curve.x) < curve.rows:
-            said.append(
-                f"{curve.rows:,} rows{of} thinned to {len(curve.x):,} points: the lowest and the "
-                "highest of equal stretches."
-            )
-    if top is not None:
+    without = [r.name for r, c in zip(runs, curves, strict=True) if not np.isfinite(c.y).any()]
+    if without:
+        said.append(f"No value of {', '.join(without)}.")
+    if limits is not None:
         y = np.concatenate([curve.y for curve in every])
-        over = y[np.isfinite(y) & (y > top)]
+        over = y[np.isfinite(y) & (y > limits[1])]
         points = "1 point lies" if len(over) == 1 else f"{len(over)} points lie"
         said.append(f"{points} above the picture, the highest at {over.max():.4g}.")
     return " ".join(said)

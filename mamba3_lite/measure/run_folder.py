@@ -19,7 +19,7 @@ from mamba3_lite.utils.checkpoint import CheckpointManager
 METRICS, LOG, SAMPLES = "metrics.jsonl", "train.log", "samples.jsonl"
 DEFAULT = "default"
 _HUGE = 1e300  # beyond it a number cannot be drawn
-_RESUMED = re.compile(r"resumed from .* at opt_step (\d+), sample ", re.MULTILINE)
+_RESUMED = re.compile(r"resumed from .* at opt_step (\d+), sample .*$", re.MULTILINE)
 
 Row = dict[str, Any]
 Series = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]

@@ -136,36 +136,52 @@ class _SsdMemory(NamedTuple):
     """What one SSD path holds; where it holds its bf16 projection, 8 N + 2 D + 2 are of that.
 
     ``kept`` is there between forward and backward, ``selective`` the same under selective
-    checkpointing, ``moments`` are the fullest ones inside the path's own forward and backward.
+    checkpointing; ``forward`` and ``backward`` are the fullest moments inside either.
     """
 
     kept: _Bytes
     selective: _Bytes
-    moments: tuple[_Bytes, ...]
+    forward: _Bytes
+    backward: _Bytes
 
 
-# Projection, bf16 states at the chunks' edges, three float32 numbers of phase; the backward adds
-# dy, the gradients of projection and states, and two float32 sums.
-_FUSED = _SsdMemory(_Bytes(8, 2, 0, 4, 14), _Bytes(8, 2, 0, 4, 14), (_Bytes(16, 6, 0, 8, 24),))
-# Projection, both rotated operands in float32 (16 N), the scores, the states twice in float32, and
-# bf16 operands of the backward's products; the backward adds dy, the gradients of the projection,
-# of both operands, of x, and of the scores in float32 and in bf16.
-_ROTATED_COMPILED = _SsdMemory(
-    _Bytes(32, 4, 4, 20, 11), _Bytes(8, 8, 4, 8, 2), (_Bytes(56, 12, 10, 20, 13),)
+# Projection, bf16 states at the chunks' edges, three float32 numbers of phase; the forward adds y,
+# the backward dy, the gradients of projection and states, and two float32 sums.
+_FUSED = _SsdMemory(
+    kept=_Bytes(8, 2, 0, 4, 14),
+    selective=_Bytes(8, 2, 0, 4, 14),
+    forward=_Bytes(8, 4, 0, 4, 14),
+    backward=_Bytes(16, 6, 0, 8, 24),
 )
-# Run operation by operation, whatever autograd saves.
+# What the compiler keeps for a backward pass in float32: projection, rotated operands and their
+# factors, scores and decay, the states; the forward adds y, the backward dy, the gradients of the
+# projection, of both operands, of x, and of the scores.
+_ROTATED_COMPILED = _SsdMemory(
+    kept=_Bytes(56, 6, 8, 24, 11),
+    selective=_Bytes(8, 8, 4, 8, 2),
+    forward=_Bytes(56, 10, 8, 24, 11),
+    backward=_Bytes(80, 14, 12, 24, 13),
+)
+# Run operation by operation, whatever autograd saves and the operations make on their way.
 _BY_OPERATION = {
     "fused": _FUSED,
     "rotated": _SsdMemory(
-        _Bytes(64, 8, 12, 24, 45), _Bytes(8, 8, 4, 8, 2), (_Bytes(80, 26, 16, 32, 68),)
+        kept=_Bytes(64, 8, 12, 24, 45),
+        selective=_Bytes(8, 8, 4, 8, 2),
+        forward=_Bytes(80, 26, 16, 32, 68),
+        backward=_Bytes(73, 17, 14, 33, 56),
     ),
     "pytorch": _SsdMemory(
-        _Bytes(64, 12, 28, 24, 81),
-        _Bytes(8, 12, 8, 8, 2),
-        (_Bytes(76, 30, 32, 35, 170), _Bytes(52, 10, 54, 44, 80)),
+        kept=_Bytes(64, 12, 28, 24, 81),
+        selective=_Bytes(8, 12, 8, 8, 2),
+        forward=_Bytes(76, 30, 32, 35, 170),
+        backward=_Bytes(52, 10, 54, 44, 80),
     ),
     "triton": _SsdMemory(
-        _Bytes(40, 4, 0, 16, 89), _Bytes(8, 8, 0, 0, 2), (_Bytes(60, 16, 61, 30, 16),)
+        kept=_Bytes(40, 4, 0, 16, 89),
+        selective=_Bytes(8, 8, 0, 0, 2),
+        forward=_Bytes(56, 22, 0, 24, 105),
+        backward=_Bytes(60, 16, 61, 30, 16),
     ),
 }
 
@@ -188,6 +204,7 @@ class BlockMemory(NamedTuple):
 def block_memory(cfg: ModelConfig, *, dispatch: str, compiled: bool) -> BlockMemory:
     """What one block holds, by ``cfg.grad_checkpoint``; ``dispatch`` is a path, never "auto"."""
     d, width, ffn = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.ffn_dim
+    selective = cfg.grad_checkpoint == "selective"
     # These two are in the block's graph; torch.compile leaves the others alone.
     in_graph = compiled and dispatch in ("fused", "rotated")
     memory = _BY_OPERATION[dispatch]
@@ -196,28 +213,28 @@ def block_memory(cfg: ModelConfig, *, dispatch: str, compiled: bool) -> BlockMem
     # The fused kernels cut chunks of their own.
     fused_chunk = ssd_plans.chunk_size(torch.bfloat16)
     chunk = fused_chunk if dispatch == "fused" else cfg.chunk_size
-    ssd = memory.kept.of(cfg, chunk)
-    inside_ssd = max(moment.of(cfg, chunk) for moment in memory.moments)
+    ssd, ssd_selective, forward, backward = (part.of(cfg, chunk) for part in memory)
     # bf16 inputs of both norms, of all products and of the SwiGLU, and two numbers of 1 / rms. A
     # norm that is not compiled keeps two float32 tensors in the place of its bf16 input.
     rest = 2 * (4 * d + 2 * width + 3 * ffn) + 8 + (0 if compiled else 12 * d)
     # The last product's output serves nobody, but only a compiler sees that.
     needless = 0 if compiled else 2 * d
-    selective = cfg.grad_checkpoint == "selective"
-    whole = ssd + rest + (needless if selective else 0)
-    in_swiglu = whole + 2 * d + 6 * ffn
-    if in_graph:
-        # One call, which gives nothing back before its end.
-        in_ssd = whole - ssd + inside_ssd + 2 * d
-    else:
-        # Beside the SSD: the block's input, its gradient, and the norm before the projection.
-        in_ssd = inside_ssd + (6 * d if compiled else 14 * d)
     outputs = 2 * (width + d + 2 * ffn) + needless  # of the products behind the SSD
-    if selective and not in_graph:
-        in_ssd += outputs
+    whole = ssd + rest + (needless if selective else 0)
+    # The fullest moment is in the SwiGLU or in the SSD. There: the block's gradient, and those of
+    # the SwiGLU's output and input. The output itself is free again by then; but the backward of a
+    # compiled graph is one call, and is taken to give nothing back before its end.
+    in_swiglu = whole + 2 * d + (6 if compiled else 4) * ffn
+    if in_graph:
+        in_ssd = whole - ssd + backward + 2 * d
+    else:
+        if cfg.grad_checkpoint:
+            backward = max(backward, forward + (outputs if selective else 0))
+        # Beside the SSD: the block's input, its gradient, and the norm before the projection.
+        in_ssd = backward + (6 * d if compiled else 14 * d)
     fullest = max(in_swiglu, in_ssd)
     if cfg.grad_checkpoint is True:
         return BlockMemory(0, 2 * d, fullest)
     if selective:
-        return BlockMemory(memory.selective.of(cfg, chunk), 2 * (d + width) + outputs, fullest)
+        return BlockMemory(ssd_selective, 2 * (d + width) + outputs, fullest)
     return BlockMemory(ssd, rest, fullest)

@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 import torch._inductor
 
 from mamba3_lite.models.mamba_block import Mamba3Block
@@ -36,6 +37,10 @@ def compile_blocks(model: Mamba3Transformer, mode: str) -> str:
     # Padded strides would cost two copies of the projection a layer: the fused SSD reads and writes
     # it as it is.
     options = {**torch._inductor.list_mode_options(mode), "comprehensive_padding": False}
+    # By default a compiled backward pass is traced under the forward's autocast, and the float32
+    # products of the plain SSD paths become bfloat16 in it, where the block's own switch does not
+    # reach. Eager backward passes know no autocast.
+    torch._functorch.config.backward_pass_autocast = "off"  # type: ignore[attr-defined]
     for block in model.layers:
         assert isinstance(block, Mamba3Block)
         compiled = torch.compile(block._forward_impl, options=options, fullgraph=False)
