@@ -82,9 +82,7 @@ def test_a_run_that_ends_first_says_so_and_leaves_the_profiler_free(
     assert trace_names(tmp_path / "run").count("micro_step") == MICRO_STEPS
 
 
-def test_a_place_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     (run / "profile" / TRACE).mkdir(parents=True)
     assert Pretrainer(config(tmp_path, max_steps=5), profile=True).train() == 0

@@ -363,3 +363,25 @@ def test_arithmetic_of_the_seed_model():
 def test_impossible_sizes_are_named():
     with pytest.raises(UserError, match="model.n_layers must be at least 1"):
         ModelConfig(n_layers=0)
+
+
+def test_a_compiled_backward_pass_keeps_the_ssd_in_float32(monkeypatch):
+    """By default it would be traced under the forward's autocast, the SSD's products included."""
+    from mamba3_lite.training.compile import compile_blocks
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager"))
+    cfg = ModelConfig(
+        vocab_size=31, d_model=32, n_layers=1, n_heads=2, head_dim=16, state_dim=16, ffn_dim=32,
+        ssd_dispatch="rotated",
+    )  # fmt: skip
+    plain, compiled = Mamba3Transformer(cfg), Mamba3Transformer(cfg)
+    compiled.load_state_dict(plain.state_dict())
+    compile_blocks(compiled, "default")
+    ids = torch.randint(cfg.vocab_size, (2, 130))
+    for model in (plain, compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids).float().square().sum()
+        loss.backward()
+    (want,), (got,) = ([layer.A.grad for layer in model.layers] for model in (plain, compiled))
+    assert (got - want).norm() <= 1e-3 * want.norm()
