@@ -1,5 +1,6 @@
 """The command ab: which arms it takes, what its verdicts are worth, and that it can be stopped."""
 
+import inspect
 import json
 import os
 import re
@@ -154,7 +155,8 @@ def test_verdicts_in_words() -> None:
     assert re.match(no_faster + r"loss@2000 is 0\.0[34]\d\d nat lower \[0\.0", words(loss=-0.04))
     assert re.match(no_faster + r"peak memory (1.9|2.0)\d GiB less \[", words(memory=28.0))
     # Under half a percent of the memory is nothing to tell, however sure it is.
-    assert simulated(2, 8, memory=29.9).peak_mem_gib.high < 0
+    least = simulated(2, 8, memory=29.9).peak_mem_gib
+    assert least is not None and least.high < 0
     for nothing in (words(), words(memory=29.9)):
         ends = r"\(speed -0\.\d % \[.*\], loss@2000 [+-]0\.00\d\d nat \[.*\]\)"
         assert re.fullmatch(r"B: no difference shown " + ends, nothing)
@@ -343,6 +345,28 @@ def test_protocols_that_leave_nothing_are_refused() -> None:
     for loss_at in (25, 3001):
         with pytest.raises(UserError, match="--loss-at"):
             Protocol(False, 3000, 500, loss_at, 20, 25)
+
+
+def test_a_key_that_throughput_sets_is_refused_there() -> None:
+    files = [str(ROOT / "configs" / "debug_cpu.yaml")]
+    loaded = load_arms(files, ["training.warmup_steps=2,9"], identical=False, opt_steps=None)
+    with pytest.raises(UserError, match="training.warmup_steps is set by --throughput itself"):
+        build_arms(loaded, Protocol.timed(60, 2), identical=False)
+
+
+def test_the_guide_states_options_and_defaults() -> None:
+    given = inspect.signature(ab.ab_command).parameters
+    guide = (ROOT / "docs" / "guides" / "ab.md").read_text()
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+) \|", guide, flags=re.MULTILINE)
+    assert len(rows) == 7
+    for option, default in rows:
+        found = given[option.replace("-", "_")].default
+        assert str(found) == {"off": "False"}.get(default, default), option
+    assert all(
+        f"`{key}`" in guide
+        for key in ab.THROUGHPUT_KNOBS
+        if " x " not in key and not key.startswith("environment.")
+    )
 
 
 def test_warnings() -> None:
@@ -593,8 +617,9 @@ class SlowedTrainer(ab_run.ArmTrainer):
 
 
 def real_comparison(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, share: float = 0.0, first_sec: float = 0.0
-) -> Comparison:
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, repeats: int, share: float = 0.0,
+    first_sec: float = 0.0,
+) -> Comparison:  # fmt: skip
     """Two equal arms in this process, the second slowed down.
 
     The clock is the processor time of the process: what else runs on the machine of a test is
@@ -616,7 +641,7 @@ def real_comparison(
     results = ab.Results(folder / "ab.jsonl", experiment_of(arms, key))
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", time.process_time)
-        list(ab.measure(arms, protocol, 8, results, train))
+        list(ab.measure(arms, protocol, repeats, results, train))
     (found,), _ = ab.conclude(results.experiment, results.runs, protocol)
     assert found.loss_nat.mean == 0.0 and found.loss_check == "passed"
     return found
@@ -628,7 +653,7 @@ def test_real_equal_arms_are_seldom_claimed_to_differ(
 ) -> None:
     """Every second one has a slow first call, which must not matter."""
     found = [
-        real_comparison(tmp_path / str(i), monkeypatch, first_sec=0.2 if i % 2 else 0.0)
+        real_comparison(tmp_path / str(i), monkeypatch, repeats=4, first_sec=0.2 if i % 2 else 0.0)
         for i in range(100)
     ]
     for metric in ("speed_percent", "loss_nat", "peak_mem_gib"):
@@ -640,7 +665,9 @@ def test_a_real_slow_down_of_three_percent_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = 1 / 0.97 - 1
-    found = [real_comparison(tmp_path / str(i), monkeypatch, share=slow) for i in range(10)]
+    found = [
+        real_comparison(tmp_path / str(i), monkeypatch, repeats=8, share=slow) for i in range(10)
+    ]
     assert sum(one.speed_percent.high < 0 for one in found) >= 9, [one.words for one in found]
 
 

@@ -199,6 +199,8 @@ def build_arms(
         config = _under(protocol, config)
         validate(config)
         arms.append(Arm(name, value, config, settings_of(config, variables)))
+        if any(arms[-1].settings[k] != raw[len(arms) - 1][k] for k in keys):
+            raise UserError(f"{keys[0]} is set by --throughput itself; compare it without.")
     return " x ".join(keys), arms
 
 
