@@ -38,6 +38,7 @@ VARIABLES: tuple[EnvVar, ...] = (
         "Folder of what is measured once a machine: the launch plans of the fused kernels.",
     ),
     EnvVar("TORCH_COMPILE_MODE", "", "Overrides training.compile_mode when set."),
+    EnvVar("CC", "", "C compiler that Triton builds its launchers with; gcc or clang when empty."),
     EnvVar("WANDB_PROJECT", "", "Switches W&B logging on and names the project."),
     EnvVar("WANDB_RUN_NAME", "", "Display name of the W&B run; W&B picks one when empty."),
 )

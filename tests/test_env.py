@@ -17,6 +17,7 @@ DEFAULTS = {
     "TRITON_INTERPRET": "0",
     "MAMBA3_LITE_CACHE": "~/.cache/mamba3_lite",
     "TORCH_COMPILE_MODE": "",
+    "CC": "",
     "WANDB_PROJECT": "",
     "WANDB_RUN_NAME": "",
 }

@@ -102,7 +102,7 @@ def _triton(device: torch.device) -> Finding:
     if importlib.util.find_spec("triton") is None:
         return Finding("Triton", "not installed")
     problem = None
-    if on_gpu and not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+    if on_gpu and not any(map(shutil.which, filter(None, (env.read("CC"), "gcc", "clang")))):
         problem = "Triton finds no C compiler: install gcc"
     elif on_gpu and not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         problem = "Triton finds no Python headers: install them (Debian and Ubuntu: python3-dev)"
