@@ -310,6 +310,9 @@ class FusedChecks:
             assert_right(self.draw(length, heads=1, **options))
         # Twice in each direction: the ends of the splits, then the states.
         assert carry_splits(launches) == [2] * 4
+        # What each span turns, then the phases.
+        spans = [launch.grid[1] for launch in launches if "span_turns" in launch.arguments]
+        assert spans == [-(-length // 256)] * 2
 
     # case A08
     @pytest.mark.parametrize("cuts", [[100], [1, 2, 199], [31, 32, 33, 97], [10, 20, 30, 40, 41]])

@@ -52,36 +52,48 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + log1p
 
 
-@triton.jit(do_not_specialize=["T", "padded"])
+@triton.jit(do_not_specialize=["T", "padded", "tokens_per_span"])
 def phase_kernel(
-    proj, a_re, a_im, log_decay, cos, sin, T, padded,
+    proj, a_re, a_im, span_turns, log_decay, cos, sin, T, padded, tokens_per_span,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_SPANS: tl.constexpr, HAS_SPANS: tl.constexpr, SUM_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B H,). Writes log_decay, cos and sin, each (B, H, padded) float32.
+    """Grid (B H, spans of the sequence). Writes log_decay, cos and sin, (B, H, padded) float32.
 
     ``log_decay`` is the inclusive prefix sum of alpha s inside its chunk, cos and sin are those of
-    theta. ``padded`` is nc C; tokens from T on have s = 0. BLOCK is a multiple of C.
+    theta. ``padded`` is nc C; tokens from T on have s = 0. BLOCK is a multiple of C, and
+    ``tokens_per_span`` one of BLOCK. With SUM_ONLY, ``span_turns`` (B, H, MAX_SPANS) float64 takes
+    what theta turns inside each span; with HAS_SPANS it is read to know where a span starts.
     """
     program = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
     head = program % H
     alpha = tl.load(a_re + head).to(tl.float64)
     turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
     column = proj + (program // H) * T * (H * (P + 4 * N + 1)) + H * (P + 4 * N) + head
     base = tl.zeros((), tl.float64)
-    for start in range(0, padded, BLOCK):
+    if HAS_SPANS:
+        spans = tl.arange(0, MAX_SPANS)
+        before = tl.load(span_turns + program * MAX_SPANS + spans, mask=spans < span, other=0.0)
+        base += tl.sum(before, 0)
+    first = span * tokens_per_span
+    for start in range(first, tl.minimum(first + tokens_per_span, padded), BLOCK):
         t = start + tl.arange(0, BLOCK)
         dt = tl.load(column + t.to(tl.int64) * (H * (P + 4 * N + 1)), mask=t < T, other=0.0)
         s = tl.where(t < T, _softplus(dt.to(tl.float32)), 0.0).to(tl.float64)
-        step = tl.maximum(alpha * s, tl.full((), _SMALLEST_LOG_DECAY, tl.float64))
-        prefix = tl.cumsum(tl.reshape(step, (BLOCK // C, C)), 1)
-        theta = base + tl.cumsum(turns * s, 0)
+        if not SUM_ONLY:
+            step = tl.maximum(alpha * s, tl.full((), _SMALLEST_LOG_DECAY, tl.float64))
+            prefix = tl.cumsum(tl.reshape(step, (BLOCK // C, C)), 1)
+            theta = base + tl.cumsum(turns * s, 0)
+            angle = (theta - tl.floor(theta + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+            out = program * padded + t
+            keep = t < padded
+            tl.store(log_decay + out, tl.reshape(prefix, (BLOCK,)).to(tl.float32), mask=keep)
+            tl.store(cos + out, tl.cos(angle), mask=keep)
+            tl.store(sin + out, tl.sin(angle), mask=keep)
         base += tl.sum(turns * s, 0)
-        angle = (theta - tl.floor(theta + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
-        out = program * padded + t
-        keep = t < padded
-        tl.store(log_decay + out, tl.reshape(prefix, (BLOCK,)).to(tl.float32), mask=keep)
-        tl.store(cos + out, tl.cos(angle), mask=keep)
-        tl.store(sin + out, tl.sin(angle), mask=keep)
+    if SUM_ONLY:
+        tl.store(span_turns + program * MAX_SPANS + span, base)
 
 
 @triton.jit

@@ -28,6 +28,8 @@ LARGEST_DIM = 256
 # Below this many programs in flight a GPU is not filled, and a long sequence is cut into splits.
 _ENOUGH_PROGRAMS = 128
 _FEWEST_CHUNKS_PER_SPLIT = 8
+# Of the phase, which costs little to cut: each span adds up what the spans before it have turned.
+_MAX_SPANS = 64
 
 
 _forced: list[Plan] = []
@@ -93,6 +95,35 @@ def _tiling(plan: Plan, layout: Layout, segments: Tensor | None) -> dict[str, in
 
 def _tiles(tiling: dict[str, int | bool]) -> int:
     return -(-tiling["N"] // tiling["TILE_N"]) * -(-tiling["P"] // tiling["TILE_P"])
+
+
+def _write_phase(
+    layout: Layout, proj: Tensor, a_re: Tensor, a_im: Tensor, phase: Sequence[Tensor]
+) -> None:
+    """Fills log_decay, cos and sin, (B, H, nc C) float32 each."""
+    from mamba3_lite.kernels.fused import phase_kernel
+
+    streams, padded = layout.batch * layout.heads, layout.chunks * layout.chunk
+    few = streams < _ENOUGH_PROGRAMS
+    whole = layout.chunk * (1 << (layout.chunks - 1).bit_length())
+    block = min(256 if few else 1024, whole)
+    blocks = -(-padded // block)
+    per_span = block * (-(-blocks // _MAX_SPANS) if few else blocks)
+    spans = -(-padded // per_span)
+    turns = None
+    if spans > 1:
+        turns = proj.new_empty(streams, _MAX_SPANS, dtype=torch.float64)
+
+    def launch(*, sum_only: bool) -> None:
+        phase_kernel[(streams, spans)](
+            proj, a_re, a_im, turns, *phase, layout.length, padded, per_span,
+            **layout.constants, BLOCK=block, MAX_SPANS=_MAX_SPANS,
+            HAS_SPANS=spans > 1 and not sum_only, SUM_ONLY=sum_only, num_warps=4,
+        )  # fmt: skip
+
+    if spans > 1:
+        launch(sum_only=True)
+    launch(sum_only=False)
 
 
 def _carry(
@@ -163,7 +194,7 @@ def fused_ssd(
     return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, H, P), the final state, and what the backward pass needs."""
-    from mamba3_lite.kernels.fused import output_kernel, phase_kernel
+    from mamba3_lite.kernels.fused import output_kernel
 
     plan = _plan(proj, heads, state_dim, head_dim)
     layout = _layout(proj, heads, state_dim, head_dim)
@@ -174,10 +205,7 @@ def fused_ssd(
     y = proj.new_empty(layout.batch, layout.length, heads, head_dim)
     tiling = _tiling(plan, layout, segments)
     with _on(proj):
-        phase_kernel[(streams,)](
-            proj, a_re, a_im, *phase, layout.length, padded,
-            **layout.constants, BLOCK=_phase_block(layout), num_warps=4,
-        )  # fmt: skip
+        _write_phase(layout, proj, a_re, a_im, phase)
         initial = None if state is None else state.float().contiguous()
         states, last = _carry(
             plan, layout, proj, proj, phase, segments, initial,
@@ -192,10 +220,6 @@ def fused_ssd(
     else:
         final = _turn_state(last, phase[1][..., -1], phase[2][..., -1]).flatten(2, 3)
     return y, final, states, phase[0], phase[1], phase[2]
-
-
-def _phase_block(layout: Layout) -> int:
-    return min(max(1024, layout.chunk), layout.chunk * (1 << (layout.chunks - 1).bit_length()))
 
 
 @fused_ssd.register_fake

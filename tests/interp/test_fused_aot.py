@@ -17,7 +17,10 @@ pytestmark = pytest.mark.skipif(
     not ssd_triton.HAS_TRITON or env.read("TRITON_INTERPRET") == "1",
     reason="needs Triton, compiling and not interpreting",
 )
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int64: "i64",
+}  # fmt: skip
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 64), (16, 16), (256, 256), (100, 40))
 PRODUCTION_HEADS = 16

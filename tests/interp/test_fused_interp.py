@@ -161,9 +161,14 @@ if INTERPRETED:
     def test_a_fault_between_splits_is_found(tmp_path):
         problem = draw(512, heads=1)
         want = answers(fused_checks.run_rotated, fused_checks.wide(problem))
-        with fused_checks.planted(tmp_path, "whole *= over", "whole *= 1.0"):
-            got = answers(ssd_fused.run_projected, problem)
-        assert {"y", "dx", "dB"} <= fused_checks.failures(got, want, torch.float32).keys()
+        for old, new in (
+            ("whole *= over", "whole *= 1.0"),
+            ("base += tl.sum(before, 0)", "base += tl.sum(before * 0.0, 0)"),
+        ):
+            with fused_checks.planted(tmp_path, old, new):
+                got = answers(ssd_fused.run_projected, problem)
+            wrong = fused_checks.failures(got, want, torch.float32)
+            assert {"y", "dx", "dB"} <= wrong.keys(), old
 
     # cases A05, A07
     @pytest.mark.parametrize("length, starts", [(64, ()), (70, (20,))])
