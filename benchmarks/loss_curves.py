@@ -4,12 +4,11 @@
         --out benchmarks/results/loss_curves.jsonl --picture loss_curves.png
 
 Each dispatch trains the same small model from each seed, on the same data in the same order: a seed
-draws the initial weights and nothing else, so runs of one seed differ by the dispatch alone, and
-the spread between seeds is that of the weights. Over the last 500 optimizer steps the mean paired
-difference of every seed shall be at most 0.01 nat and below the spread (largest minus smallest
-mean) of the reference's seeds. Several runs go at once, since a small model waits for its launches:
-the losses count, the speed does not. The row keeps the curves; where matplotlib is absent, the same
-picture comes from it elsewhere:
+draws the initial weights and the order, so runs of one seed differ by the dispatch alone. Over the
+last 500 optimizer steps the mean paired difference of every seed shall be at most 0.01 nat and
+below the spread (largest minus smallest mean) of the reference's seeds. Several runs go at once,
+since a small model waits for its launches: the losses count, the speed does not. The row keeps the
+curves; where matplotlib is absent, the same picture comes from it elsewhere:
 
     python benchmarks/loss_curves.py --plot-only benchmarks/results/loss_curves.jsonl \\
         --picture loss_curves.png
@@ -45,11 +44,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAST_OPT_STEPS = 500
 LIMIT_NAT = 0.01
 MODEL = {
-    "d_model": 256, "n_layers": 6, "n_heads": 4, "head_dim": 64, "state_dim": 64, "ffn_dim": 512,
-    "max_seq_len": 2048,
+    "d_model": 256, "n_layers": 4, "n_heads": 4, "head_dim": 64, "state_dim": 64, "ffn_dim": 512,
+    "max_seq_len": 2048, "chunk_size": 256,
 }  # fmt: skip
 TRAINING = {
-    "micro_batch_size": 4, "gradient_accumulation_steps": 1, "warmup_steps": 100, "lr": 1e-3,
+    "micro_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 200, "lr": 3e-4,
     "grad_checkpoint": False, "compile": True, "compile_mode": "default", "log_interval": 5,
     "keep_last": 1, "tensorboard": False,
 }  # fmt: skip
@@ -59,7 +58,7 @@ Curve = dict[int, float]  # opt_step: mean loss since the row before
 
 def settings(data: Path, val_data: Path | None, opt_steps: int) -> dict[str, Any]:
     """The YAML of every run; seed, dispatch and run folder come on the command line."""
-    where = {"train_data_path": str(data.resolve()), "order": "sequential"}
+    where = {"train_data_path": str(data.resolve()), "order": "shuffled"}
     if val_data is not None:
         where["val_data_path"] = str(val_data.resolve())
     training = {**TRAINING, "total_steps": opt_steps, "save_interval": opt_steps}
@@ -203,7 +202,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "training": TRAINING,
         "overrides": args.overrides,
         "tokens_per_opt_step": resolved.tokens_per_step,
-        "data": {"tokens": data.n_tokens, "fingerprint": data.fingerprint, "order": "sequential"},
+        "data": {"tokens": data.n_tokens, "fingerprint": data.fingerprint, "order": "shuffled"},
         "run_sec": seconds,
         "jobs": args.jobs,
         "curves": {

@@ -204,7 +204,7 @@ def test_settings_are_valid_and_the_model_has_the_size_asked_for(tmp_path):
     run, _ = load_training_config(config)
     assert 15e6 < parameter_count(run.model()) < 30e6 and run.max_seq_len == 2048
     assert run.max_steps == 2000 and run.max_steps % run.log_every == 0
-    assert run.data_order == "sequential"  # which no seed changes
+    assert run.data_order == "shuffled"
 
 
 def test_a_window_that_was_dropped_refuses_the_curve(tmp_path):
