@@ -17,30 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mamba3_lite import hardware
 from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.loader import ORDERS, SampleOrder, make_loader
-from mamba3_lite.data.shards import ShardWriter
-from mamba3_lite.data.tokenizer import GPT2_EOS_ID, GPT2_SHA256, GPT2_VOCAB_SIZE
-
-
-def write_shards(folder: Path, n_tokens: int, mean_length: int) -> int:
-    """Documents of exponentially distributed lengths; returns how many."""
-    rng = np.random.default_rng(0)
-    with ShardWriter(
-        folder, vocab_size=GPT2_VOCAB_SIZE, eos_id=GPT2_EOS_ID, tokenizer_name="gpt2",
-        tokenizer_fingerprint=GPT2_SHA256, source_names=["random"],
-    ) as writer:  # fmt: skip
-        while writer.n_tokens < n_tokens:
-            lengths = 1 + rng.exponential(mean_length, 1_000).astype(np.int64)
-            ids = rng.integers(GPT2_EOS_ID, size=lengths.sum())
-            ids[lengths.cumsum() - 1] = GPT2_EOS_ID
-            writer.append_documents(ids, lengths, np.zeros(lengths.size, np.int64))
-    return writer.n_documents
+from mamba3_lite.data.tokenizer import GPT2_VOCAB_SIZE
+from mamba3_lite.measure.bench_cases import write_shards
 
 
 def rates(
@@ -80,7 +63,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "shards"
-        documents = write_shards(folder, args.corpus_tokens, args.document_tokens)
+        documents = write_shards(folder, args.corpus_tokens, args.document_tokens, GPT2_VOCAB_SIZE)
         for order, mode, workers in itertools.product(ORDERS, (False, True), args.workers):
             data = PretrainDataset(
                 folder, args.length, GPT2_VOCAB_SIZE, document_mode=mode, mask_boundary_targets=mode

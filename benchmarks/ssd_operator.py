@@ -33,6 +33,7 @@ import rows
 from training_step import parity_or_exit
 
 from mamba3_lite import hardware
+from mamba3_lite.measure.bench_cases import Operator
 from mamba3_lite.models import ssd_backends, ssd_fused, ssd_plans
 from mamba3_lite.models.arithmetic import ssd_flops_per_token
 from mamba3_lite.models.transformer import ModelConfig
@@ -63,20 +64,17 @@ Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Operator):
     """One path at one shape."""
 
-    path: str
-    batch: int
-    length: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.path == "fused" else torch.float32
+    heads: int = HEADS
+    head_dim: int = CHANNELS
+    state_dim: int = STATE
+    chunk_size: int = CHUNK_PLAIN
 
     @property
     def chunk(self) -> int:
-        return ssd_plans.chunk_size(self.dtype) if self.path == "fused" else CHUNK_PLAIN
+        return ssd_plans.chunk_size(self.dtype) if self.path == "fused" else self.chunk_size
 
     @property
     def too_slow(self) -> bool:
@@ -99,45 +97,6 @@ class Case:
         forward, backward = ssd_flops_per_token(layer)
         tokens = self.batch * self.length
         return tokens * forward, tokens * (forward + backward)
-
-    def draw(self, device: torch.device, seed: int) -> tuple[list[Tensor], Tensor]:
-        """Leaves as this path takes them, dt of the spread at initialisation, and dy."""
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def normal(width: int) -> Tensor:
-            shape = (self.batch, self.length, width)
-            return torch.randn(*shape, generator=generator, device=device, dtype=self.dtype)
-
-        proj = normal(HEADS * (CHANNELS + 4 * STATE + 1))
-        proj[..., -HEADS:] *= 0.64
-        decay = [-torch.ones(HEADS, device=device), torch.linspace(0, 3.14, HEADS, device=device)]
-        if self.path == "fused":
-            leaves = [proj, *decay]
-        else:
-            parts = proj.split([HEADS * CHANNELS, *[HEADS * STATE] * 4, HEADS], -1)
-            wide = [part.unflatten(-1, (HEADS, -1)).contiguous() for part in parts[:5]]
-            leaves = [*wide, parts[5].contiguous(), *decay]
-        dy = normal(HEADS * CHANNELS).unflatten(-1, (HEADS, CHANNELS))
-        return [leaf.requires_grad_() for leaf in leaves], dy
-
-    def run(self, leaves: list[Tensor]) -> Tensor:
-        """y (B, T, H, P)."""
-        if self.path == "fused":
-            proj, a_re, a_im = leaves
-            return ssd_fused.run_projected(
-                proj, (a_re, a_im), heads=HEADS, state_dim=STATE, head_dim=CHANNELS
-            )[0]
-        x, b_re, b_im, c_re, c_im, dt, a_re, a_im = leaves
-        run = ssd_backends.BACKENDS[self.path].run
-        pairs = (b_re, b_im), (c_re, c_im)
-        return run(x, *pairs, dt, (a_re, a_im), chunk_size=self.chunk)[0]
-
-    def forward(self, leaves: list[Tensor], dy: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.run(leaves)
-
-    def both(self, leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.run(leaves), leaves, dy)
 
 
 def eager_ms(call: Call, sets: list, rounds: int) -> list[float]:

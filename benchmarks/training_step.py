@@ -23,15 +23,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mamba3_lite import hardware
-from mamba3_lite.measure import parity
-from mamba3_lite.models import ssd_backends
+from mamba3_lite.errors import UserError
+from mamba3_lite.measure import bench_cases
+from mamba3_lite.measure.bench_cases import StepLoop
 from mamba3_lite.models.arithmetic import model_flops_per_token
-from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
-from mamba3_lite.training.guard import AccumulationWindow
-from mamba3_lite.training.optim import build_optimizer
-from mamba3_lite.training.pretrain import TrainingConfig, compile_blocks, train_step
-from mamba3_lite.training.schedule import build_schedule
-from mamba3_lite.training.step import settle
+from mamba3_lite.training.config import TrainingConfig
 
 WARM_UP_OPT_STEPS = 3
 # The first pattern found in a kernel's name decides.
@@ -48,66 +44,25 @@ KINDS = (
 
 def parity_or_exit(dispatch: str, device: torch.device) -> dict[str, dict[str, float]]:
     """Errors of the path against the oracle; a number from a wrong path is worth nothing."""
-    problem = parity.Problem(2048, None, parity.DECAYS[0], False, False)
-    shown = {}
-    for dtype in parity.PRECISIONS.get(dispatch, (torch.float32,)):
-        result = parity.check(ssd_backends.BACKENDS[dispatch].run, problem, 64, dtype, device)
-        failures = result.failures(problem, dtype)
-        if failures:
-            sys.exit(f"{dispatch}: parity failed ({'; '.join(failures)}): nothing is timed")
-        rounded = {name: float(f"{error:.2e}") for name, error in result.errors.items()}
-        shown[str(dtype).removeprefix("torch.")] = rounded
-    return shown
+    try:
+        return bench_cases.parity_errors(dispatch, device)
+    except UserError as problem:
+        sys.exit(str(problem))
 
 
-class Loop:
-    """A model and all that one optimizer step needs."""
-
-    def __init__(self, cfg: ModelConfig, mode: str, batch: int, length: int, device: torch.device):
-        torch.manual_seed(0)
-        self.model = Mamba3Transformer(cfg).to(device).train()
-        if mode != "eager":
-            compile_blocks(self.model, mode)
-        self.config = TrainingConfig(batch_size=batch, gradient_accumulation_steps=1)
-        self.optimizer = build_optimizer(self.model, self.config)
-        self.scheduler = build_schedule(self.optimizer, self.config)
-        self.amp = torch.autocast("cuda", dtype=torch.bfloat16)
-        self.window = torch.randint(0, cfg.vocab_size, (batch, length + 1), device=device)
-        AccumulationWindow.of(self.optimizer).late = True
-        self.opt_steps = self.calls = 0
-
-    def step(self) -> torch.Tensor:
-        """One optimizer step; the loss, on the device."""
-        metrics, self.opt_steps = train_step(
-            self.model, self.optimizer, self.scheduler, self.config, self.amp, print,
-            self.opt_steps, self.window[:, :-1], self.window[:, 1:], self.calls,
-        )  # fmt: skip
-        self.calls += 1
-        assert metrics is not None
-        return metrics["loss"]
-
-    def settle(self) -> None:
-        self.opt_steps = settle(self.optimizer, self.scheduler, print, self.opt_steps)
-
-
-def milliseconds(loop: Loop, opt_steps: int) -> tuple[list[float], float]:
+def milliseconds(loop: StepLoop, opt_steps: int) -> tuple[list[float], float]:
     """Each optimizer step's time between events on the device, and the last loss."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(opt_steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        loss = loop.step()
-        mark.record()
-    torch.cuda.synchronize()
+    timed = bench_cases.milliseconds(loop.opt_step, opt_steps, loop.window.device)
     loop.settle()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)], float(loss)
+    return timed, float(loop.loss)
 
 
-def profile(loop: Loop, opt_steps: int = 3) -> dict[str, float]:
+def profile(loop: StepLoop, opt_steps: int = 3) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel, the gaps between kernels included."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    loop.step()
+    loop.opt_step()
     torch.cuda.synchronize()
     with torch_profile(activities=[ProfilerActivity.CUDA]) as record:
         milliseconds(loop, opt_steps)
@@ -136,10 +91,13 @@ def measure(variant: str, args: argparse.Namespace, device: torch.device) -> dic
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     recompute = {"0": False, "1": True}.get(checkpointed, checkpointed)
-    cfg = ModelConfig(ssd_dispatch=dispatch, grad_checkpoint=recompute)
-    loop = Loop(cfg, mode, args.batch, args.length, device)
+    config = TrainingConfig(
+        model_config={"ssd_dispatch": dispatch}, grad_checkpoint=recompute, batch_size=args.batch,
+        max_seq_len=args.length, compile_model=mode != "eager", compile_mode=mode,
+    )  # fmt: skip
+    loop = StepLoop(config, device)
     start = time.perf_counter()
-    first_loss = float(loop.step())
+    first_loss = float(loop.opt_step())
     first_step_sec = time.perf_counter() - start
     milliseconds(loop, WARM_UP_OPT_STEPS)
     timed, last_loss = milliseconds(loop, args.opt_steps)
@@ -159,7 +117,7 @@ def measure(variant: str, args: argparse.Namespace, device: torch.device) -> dic
         "max_ms": round(timed[-1], 2),
         "timed_opt_steps": len(timed),
         "tokens_per_sec": round(tps),
-        "mfu": round(model_flops_per_token(cfg) * tps / peak, 4) if peak else None,
+        "mfu": round(model_flops_per_token(config.model()) * tps / peak, 4) if peak else None,
         "first_step_sec": round(first_step_sec, 2),
         "peak_mem_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "losses": [round(first_loss, 4), round(last_loss, 4)],

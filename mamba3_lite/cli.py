@@ -32,7 +32,7 @@ COMMANDS = {
         "Say whether this machine can train, and what each SSD path does here.",
     ),
     "pretrain": (
-        "mamba3_lite.training.pretrain:pretrain_command",
+        "mamba3_lite.training.command:pretrain_command",
         "Pretrain a model from a YAML configuration; resumes by itself.",
     ),
     "report": (
@@ -42,6 +42,22 @@ COMMANDS = {
     "generate": (
         "mamba3_lite.inference.generate:generate_command",
         "Continue a prompt with a trained model.",
+    ),
+    "eval": (
+        "mamba3_lite.evaluation.command:eval_command",
+        "Evaluate a trained model: perplexity, harness tasks, multiple choice.",
+    ),
+    "bench": (
+        "mamba3_lite.measure.bench:bench_command",
+        "Time operators, training step, loader and decoding, against a baseline.",
+    ),
+    "export": (
+        "mamba3_lite.export.hf:export_command",
+        "Write a folder that transformers loads without this package.",
+    ),
+    "import": (
+        "mamba3_lite.export.foreign:import_command",
+        "Turn a published checkpoint into a run folder.",
     ),
     "ab": (
         "mamba3_lite.measure.ab:ab_command",

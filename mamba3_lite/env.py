@@ -39,6 +39,9 @@ VARIABLES: tuple[EnvVar, ...] = (
     ),
     EnvVar("TORCH_COMPILE_MODE", "", "Overrides training.compile_mode when set."),
     EnvVar("CC", "", "C compiler that Triton builds its launchers with; gcc or clang when empty."),
+    EnvVar("WORLD_SIZE", "", "Processes that train together; torchrun sets it, and RANK."),
+    EnvVar("LOCAL_RANK", "0", "Which process of its host this is, and so its GPU; of torchrun."),
+    EnvVar("LOCAL_WORLD_SIZE", "1", "Processes on this host; torchrun sets it."),
     EnvVar("WANDB_PROJECT", "", "Switches W&B logging on and names the project."),
     EnvVar("WANDB_RUN_NAME", "", "Display name of the W&B run; W&B picks one when empty."),
 )

@@ -21,6 +21,7 @@ from torch import Tensor
 from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.prepare import prepare
 from mamba3_lite.data.tokenizer import load_tokenizer
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference.generate import generate, load_model
 from mamba3_lite.schema import COMMAND_LINE, find_config
@@ -124,7 +125,7 @@ def _report(trainer: Pretrainer, run_dir: Path) -> dict[str, float]:
             model,
             dataset,
             batch_size=trainer.config.batch_size,
-            device=torch.device("cpu"),
+            world=World(torch.device("cpu")),
             amp_context=torch.autocast("cpu", enabled=False),
             reset_every_token=reset,
         )[0]

@@ -24,7 +24,8 @@ from mamba3_lite.models.transformer import Mamba3Transformer  # noqa: E402
 from mamba3_lite.training.optim import build_optimizer, load_optimizer  # noqa: E402
 from mamba3_lite.training.pretrain import Pretrainer, TrainingConfig, train_step  # noqa: E402
 from mamba3_lite.training.schedule import build_schedule  # noqa: E402
-from mamba3_lite.utils.checkpoint import CheckpointManager, load_weights  # noqa: E402
+from mamba3_lite.utils.checkpoint import CheckpointManager  # noqa: E402
+from mamba3_lite.utils.weights import load_weights  # noqa: E402
 
 DEVICE = torch.device("cuda")
 # Heads as in production; everything else small. 160 tokens are two and a half chunks.

@@ -228,7 +228,7 @@ def test_a_row_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         micro_step(*batch)
         queued += 1.0
 
-    def wait(meter: Any) -> float:
+    def wait(meter: Any, world: Any) -> float:
         nonlocal clock, queued
         clock, queued = clock + queued, 0.0
         return 1.0

@@ -459,7 +459,7 @@ PREPARE = [
 ]  # fmt: skip
 
 USE = [
-    Case("no run folder", nothing, ("nope is not a folder", "name a folder"),
+    Case("no run folder", nothing, ("nope is not a folder", "name a run folder"),
          ("generate", "nope")),
     Case("no checkpoint", lambda room: (room / "empty").mkdir(),
          ("empty holds no checkpoint", "name a folder"), ("generate", "empty")),

@@ -25,10 +25,9 @@ from mamba3_lite.utils.checkpoint import (
     CheckpointWriteError,
     NonFiniteWeights,
     estimate_bytes,
-    load_weights,
-    raw_module,
     require_free_space,
 )
+from mamba3_lite.utils.weights import load_weights, raw_module
 
 # Saves opt step argv[3] with weights full of argv[4] in a copy of argv[1], again and again, in a
 # child that kills itself with SIGKILL at its first, second, ... file operation, until one survives.

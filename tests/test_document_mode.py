@@ -15,6 +15,7 @@ from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.loader import SampleOrder, make_loader
 from mamba3_lite.data.shards import ShardWriter
 from mamba3_lite.data.tokenizer import GPT2_SHA256
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError
 from mamba3_lite.models.ssd_backends import BACKENDS, Shape
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -237,7 +238,7 @@ def test_validation_honours_the_documents(tmp_path: Path) -> None:
 
     def loss(**options: Any) -> tuple[float, int]:
         return evaluate(
-            model, PretrainDataset(folder, 32, VOCAB, **options), batch_size=2, device=CPU,
+            model, PretrainDataset(folder, 32, VOCAB, **options), batch_size=2, world=World(CPU),
             amp_context=contextlib.nullcontext(),
         )  # fmt: skip
 

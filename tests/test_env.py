@@ -18,6 +18,9 @@ DEFAULTS = {
     "MAMBA3_LITE_CACHE": "~/.cache/mamba3_lite",
     "TORCH_COMPILE_MODE": "",
     "CC": "",
+    "WORLD_SIZE": "",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
     "WANDB_PROJECT": "",
     "WANDB_RUN_NAME": "",
 }

@@ -8,7 +8,7 @@ from torch import nn
 
 from mamba3_lite.models.transformer import Mamba3Transformer
 from mamba3_lite.training.optim import (
-    RealView,
+    PlainView,
     build_optimizer,
     gradient_norm,
     load_optimizer,
@@ -101,7 +101,7 @@ def test_another_optimizer_is_divided_and_skipped_as_well():
 def test_a_complex_parameter_and_its_view_are_one():
     model = Small()
     optimizer = build_optimizer(model, TrainingConfig())
-    (view,) = [p for p in optimizer.param_groups[1]["params"] if isinstance(p, RealView)]
+    (view,) = [p for p in optimizer.param_groups[1]["params"] if isinstance(p, PlainView)]
     assert view.shape == (3, 2) and view.grad is None
     with torch.no_grad():
         model.A.fill_(-2 + 3j)

@@ -21,8 +21,9 @@ from mamba3_lite.training.compile import compile_blocks
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.schedule import lr_factor
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
-from mamba3_lite.utils.checkpoint import CheckpointManager, load_weights
+from mamba3_lite.utils.checkpoint import CheckpointManager
 from mamba3_lite.utils.logging import read_metrics
+from mamba3_lite.utils.weights import load_weights
 from tests.runs import (
     MODEL,
     assert_same_weights,

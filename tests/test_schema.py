@@ -14,7 +14,7 @@ from mamba3_lite.errors import UserError
 from mamba3_lite.models.transformer import ModelConfig
 from mamba3_lite.schema import keys_of, nearest, read_config, typed
 from mamba3_lite.training import config as module
-from mamba3_lite.training import pretrain
+from mamba3_lite.training import command
 from mamba3_lite.training.config import (
     TrainingConfig,
     check_resume,
@@ -136,7 +136,7 @@ def test_nearest_names() -> None:
         ("model.lr=1", "(it belongs to section 'training')"),
         ("traning.lr=1", "(did you mean 'training'?)"),
         ("data.qqq=1", "(keys: tokenizer, shard_size_tokens, "),
-        ("qqq.lr=1", "(sections: model, training, data)"),
+        ("qqq.lr=1", "(sections: model, training, data, parallel)"),
     ],
 )
 def test_an_unknown_name_says_where_to_go(override: str, hint: str) -> None:
@@ -299,7 +299,7 @@ def test_grad_checkpoint(
         def train(self) -> int:
             return 0
 
-    monkeypatch.setattr(pretrain, "Pretrainer", Recorder)
+    monkeypatch.setattr(command, "Pretrainer", Recorder)
     with pytest.raises(SystemExit) as stop:
         cli.main(["pretrain", "--config", str(path), *(["--no-checkpoint"] if flag else [])])
     assert stop.value.code == 0

@@ -1,9 +1,13 @@
 """Text from a trained model: prefill by chunks, then one recurrent step a token.
 
 The state has a constant size.
+
+Legend: B batch (one prompt a row), V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,184 +15,376 @@ import torch
 import typer
 from torch import Tensor
 
-from mamba3_lite.data.tokenizer import load_tokenizer
 from mamba3_lite.errors import UserError
-from mamba3_lite.inference.sampling import check_sampling, sample
-from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
-from mamba3_lite.utils.checkpoint import CheckpointManager, load_weights
+from mamba3_lite.inference.decoder import decoder_for
+from mamba3_lite.inference.sampling import check_sampling, choose, not_finite, penalize
+from mamba3_lite.inference.state import State, fingerprint
+from mamba3_lite.models.mamba_block import Mamba3Block
+from mamba3_lite.models.pretrained import build_model, read_weights
+from mamba3_lite.models.ssd_backends import BACKENDS, Shape
+from mamba3_lite.models.transformer import Mamba3Transformer
 
-PREFILL_TOKENS = 4096
+# Tokens of a piece of prefill, over all rows: enough to fill the device, and a bound on memory.
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 16384}
+
+Ids = Sequence[int] | Tensor
 
 
 def load_model(
     run_dir: str | Path, opt_step: int | None = None, device: torch.device | str = "cpu"
 ) -> Mamba3Transformer:
-    """The model of a run folder, in evaluation mode.
+    """The model of a run folder, a file of one of its checkpoints, or an exported folder.
+
+    In evaluation mode, in float32.
 
     Args:
         opt_step: exactly this checkpoint; None takes the newest intact one.
     """
-    checkpoint = CheckpointManager(run_dir).load(opt_step)
-    if checkpoint is None:
-        problem = "holds no checkpoint" if Path(run_dir).is_dir() else "is not a folder"
-        raise UserError(f"{run_dir} {problem}; name a folder that a training run saved to.")
-    model = Mamba3Transformer(ModelConfig(**checkpoint.meta["model"]))
-    load_weights(model, checkpoint.model)
+    model = build_model(read_weights(run_dir, opt_step))
+    choose_dispatch(model, torch.device(device))
     return model.to(device).eval()
+
+
+def choose_dispatch(model: Mamba3Transformer, device: torch.device) -> None:
+    """Lets the blocks read prompts by an SSD path that runs on ``device``.
+
+    What the run was trained with may not: on a GPU the fastest path is taken, elsewhere another
+    only if it has to be.
+    """
+    cfg = model.cfg
+    shape = Shape(cfg.head_dim, cfg.state_dim, cfg.chunk_size, device, cfg.n_heads)
+    trained_with = BACKENDS.get(cfg.ssd_dispatch)
+    if device.type == "cuda":
+        dispatch = "auto"
+    elif trained_with is not None and trained_with.refuse(shape) is not None:
+        dispatch = "rotated"
+    else:
+        return
+    for block in model.layers:
+        assert isinstance(block, Mamba3Block)
+        block.ssd_dispatch = dispatch
+
+
+def _as_rows(model: Mamba3Transformer, prompts: Sequence[Ids]) -> list[Tensor]:
+    """The prompts as tensors on the CPU; ``UserError`` for an empty one or an id out of range."""
+    rows = [torch.as_tensor(prompt, dtype=torch.int64).cpu() for prompt in prompts]
+    if not rows or min(len(row) for row in rows) < 1:
+        raise UserError("A prompt needs at least one token.")
+    if any(int(row.max()) >= model.cfg.vocab_size or int(row.min()) < 0 for row in rows):
+        raise UserError(
+            f"A prompt holds a token id outside 0 to {model.cfg.vocab_size - 1}; use the tokenizer "
+            "that the model was trained with (--tokenizer)."
+        )
+    return rows
+
+
+def _piece(
+    rows: Sequence[Tensor], offsets: Sequence[int], start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Columns start to stop of the padded batch: ids and which of them are real, (B, stop - start).
+
+    Row i lies in the columns from ``offsets[i]`` on.
+    """
+    ids = torch.zeros(len(rows), stop - start, dtype=torch.int64)
+    real = torch.zeros(len(rows), stop - start, dtype=torch.bool)
+    for i, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+        first, end = max(start, offset), min(stop, offset + len(row))
+        if first < end:
+            ids[i, first - start : end - start] = row[first - offset : end - offset]
+            real[i, first - start : end - start] = True
+    return ids, real
 
 
 @torch.no_grad()
 def prefill(
-    model: Mamba3Transformer, prompts: Sequence[Sequence[int]], *, padding_side: str = "left"
+    model: Mamba3Transformer,
+    prompts: Sequence[Ids],
+    *,
+    padding_side: str = "left",
+    state: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Reads prompts of any lengths.
 
     Padding never enters a state. Long prompts go through in pieces, with the state carried, so
     memory does not grow.
 
+    Args:
+        state: go on from here, one (B, H, 2N, D) a layer.
+
     Returns:
         The logits after each prompt's last token (B, V), and one state a layer.
     """
-    device = model.embed.weight.device
-    lengths = torch.tensor([len(p) for p in prompts])
-    if not len(prompts) or int(lengths.min()) < 1:
-        raise UserError("A prompt needs at least one token.")
-    longest = int(lengths.max())
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        start = longest - len(prompt) if padding_side == "left" else 0
-        ids[row, start : start + len(prompt)] = torch.tensor(prompt)
-        mask[row, start : start + len(prompt)] = True
-    if int(ids.max()) >= model.cfg.vocab_size or int(ids.min()) < 0:
-        raise UserError(
-            f"A prompt holds a token id outside 0 to {model.cfg.vocab_size - 1}; use the tokenizer "
-            "that the model was trained with (--tokenizer)."
+    rows = _as_rows(model, prompts)
+    device, longest = model.embed.weight.device, max(map(len, rows))
+    left = padding_side == "left"
+    offsets = [longest - len(row) if left else 0 for row in rows]
+    last = torch.tensor([offset + len(row) - 1 for offset, row in zip(offsets, rows, strict=True)])
+    hidden = torch.zeros(len(rows), model.cfg.d_model, device=device)
+    carried = None if state is None else list(state)
+    size = max(1, PREFILL_TOKENS["cuda" if device.type == "cuda" else "cpu"] // len(rows))
+    for start in range(0, longest, size):
+        stop = min(start + size, longest)
+        ids, real = _piece(rows, offsets, start, stop)
+        # Without a mask the fused kernels read the projection in place.
+        mask = None if bool(real.all()) else real.to(device)
+        out, carried = model.hidden(
+            ids.to(device), state=carried, return_state=True, token_mask=mask
         )
-    last = torch.full_like(lengths, longest - 1) if padding_side == "left" else lengths - 1
-    hidden = torch.zeros(len(prompts), model.cfg.d_model, device=device)
-    state = None
-    for start in range(0, longest, PREFILL_TOKENS):
-        piece = slice(start, start + PREFILL_TOKENS)
-        out, state = model.hidden(
-            ids[:, piece].to(device),
-            state=state,
-            return_state=True,
-            token_mask=None if bool(mask.all()) else mask[:, piece].to(device),
-        )
-        here = ((last >= start) & (last < start + PREFILL_TOKENS)).nonzero().squeeze(1)
+        here = ((last >= start) & (last < stop)).nonzero().squeeze(1)
         hidden = hidden.to(out.dtype)
-        hidden[here] = out[here, (last[here] - start)]
-    assert state is not None
-    return model.lm_head(hidden), state
+        hidden[here.to(device)] = out[here.to(device), (last[here] - start).to(device)]
+    assert carried is not None
+    return model.lm_head(hidden), carried
 
 
-@torch.no_grad()
-def generate(
+def read(model: Mamba3Transformer, prompts: Sequence[Ids], *, state: State | None = None) -> State:
+    """The state after the prompts, one row each, to continue once or many times.
+
+    Args:
+        state: what was read before, of one row or as many as there are prompts. Where every
+            prompt is empty it is returned, a row for each prompt.
+
+    Raises:
+        UserError: an empty prompt, an id out of range, or a state that does not fit.
+    """
+    before = None
+    if state is not None:
+        state.check(model)
+        if state.batch_size not in (1, len(prompts)):
+            raise UserError(
+                f"The state holds {state.batch_size} rows and there are {len(prompts)} prompts; "
+                "give one prompt a row, or a state of one row."
+            )
+        if state.batch_size == 1:
+            state = state.repeat(len(prompts))
+        if not any(len(prompt) for prompt in prompts):
+            return state
+        before = state.layers
+    elif all(list(prompt) == list(prompts[0]) for prompt in prompts[1:]):
+        # Several continuations of one text: it is read once.
+        logits, layers = prefill(model, prompts[:1])
+        return State(layers, logits, fingerprint(model)).repeat(len(prompts))
+    logits, layers = prefill(model, prompts, state=before)
+    return State(layers, logits, fingerprint(model))
+
+
+class _Draw:
+    """Draws a batch's next tokens on the model's device, without waiting for it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        prompts: Sequence[Ids],
+        *,
+        vocab_size: int,
+        seed: int,
+        repetition_penalty: float,
+        **sampling: Any,
+    ):
+        self.vocab_size, self.penalty, self.sampling = vocab_size, repetition_penalty, sampling
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.seen = None
+        if repetition_penalty != 1:
+            seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+            for row, prompt in enumerate(prompts):
+                ids = torch.as_tensor(prompt, dtype=torch.int64).cpu()
+                seen[row, ids[ids < vocab_size]] = True
+            self.seen = seen.to(device)
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids (B,), and the largest logits (B,) that they were drawn from."""
+        logits = logits[:, : self.vocab_size]
+        if self.seen is not None:
+            logits = penalize(logits.float(), self.seen, self.penalty)
+        ids, largest = choose(logits, generator=self.generator, **self.sampling)
+        if self.seen is not None:
+            self.seen.scatter_(1, ids[:, None], True)
+        return ids, largest
+
+
+class _ToHost:
+    """A copy to the host that is waited for when it is read."""
+
+    def __init__(self, *tensors: Tensor):
+        self.event = None
+        self.copies = [t.to("cpu", non_blocking=True) for t in tensors]
+        if tensors[0].is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[list]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [copy.tolist() for copy in self.copies]
+
+
+def stream(
     model: Mamba3Transformer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     eos_id: int | None = None,
-    on_tokens: Callable[[Tensor], None] | None = None,
-) -> list[list[int]]:
-    """Continues each prompt by up to ``max_new_tokens`` tokens.
+    vocab_size: int | None = None,
+    state: State | None = None,
+    state_dtype: torch.dtype = torch.float32,
+) -> Iterator[list[int | None]]:
+    """Continues each prompt, and yields every step's ids, one a row; None where a row has ended.
 
-    A row ends at its own EOS (which is not returned).
+    A row ends at its own EOS (which is not yielded), all of them after ``max_new_tokens``.
 
     Args:
         temperature: 0 is greedy.
-        on_tokens: called with each step's ids (B,), for streaming.
+        repetition_penalty: above 1, tokens of the prompt and of the text so far become less likely.
+        vocab_size: only ids below it are drawn; for a tokenizer that knows fewer than the model.
+        state: what was read before, as in :func:`read`.
+        state_dtype: what the recurrent state is kept in between two tokens.
 
     Raises:
-        UserError: an empty prompt, an id out of range, or sampling values that mean nothing.
+        UserError: an empty prompt, an id out of range, sampling values that mean nothing, a state
+            of another model, or logits that are not finite.
     """
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, repetition_penalty)
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
+    if state is None or any(len(prompt) for prompt in prompts):
+        _as_rows(model, prompts)
+    draw = _Draw(
+        model.embed.weight.device, prompts, seed=seed, repetition_penalty=repetition_penalty,
+        vocab_size=min(vocab_size or model.cfg.vocab_size, model.cfg.vocab_size),
+        temperature=temperature, top_k=top_k, top_p=top_p,
+    )  # fmt: skip
+    return _decode(model, prompts, state, draw, max_new_tokens, eos_id, state_dtype)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Mamba3Transformer) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        return _decode(
-            model, prompts, max_new_tokens=max_new_tokens, seed=seed, eos_id=eos_id,
-            on_tokens=on_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        )  # fmt: skip
+        yield
     finally:
         model.train(was_training)
 
 
 def _decode(
     model: Mamba3Transformer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
+    state: State | None,
+    draw: _Draw,
+    max_new_tokens: int,
+    eos_id: int | None,
+    state_dtype: torch.dtype,
+) -> Iterator[list[int | None]]:
+    with _evaluating(model), contextlib.ExitStack() as stack:
+        after = read(model, prompts, state=state)
+        decoder = stack.enter_context(decoder_for(model, len(prompts), state_dtype=state_dtype))
+        decoder.load(after.layers)
+        logits = after.logits
+        running = [True] * len(prompts)
+        for left in range(max_new_tokens - 1, -1, -1):
+            ids, largest = draw(logits)
+            drawn = _ToHost(ids, largest)
+            # A GPU is given the next step before its ids are read, so that it never waits for the
+            # host; the step behind the last EOS is then thrown away.
+            if ids.is_cuda and left:
+                logits = decoder.step(ids)
+            tokens, peaks = drawn.read()
+            if not all(map(math.isfinite, peaks)):
+                raise not_finite()
+            running = [on and token != eos_id for on, token in zip(running, tokens, strict=True)]
+            if not any(running):
+                return
+            yield [token if on else None for on, token in zip(running, tokens, strict=True)]
+            if not ids.is_cuda and left:
+                logits = decoder.step(ids)
+
+
+def generate(
+    model: Mamba3Transformer,
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
-    seed: int,
-    eos_id: int | None,
-    on_tokens: Callable[[Tensor], None] | None,
-    **sampling: Any,
+    on_tokens: Callable[[Tensor], None] | None = None,
+    **how: Any,
 ) -> list[list[int]]:
-    logits, state = prefill(model, prompts)
-    generator = torch.Generator(logits.device).manual_seed(seed)
+    """Continues each prompt by up to ``max_new_tokens`` tokens, its EOS not among them.
+
+    Args:
+        on_tokens: called with each step's ids (B,) on the CPU, -1 in a row that has ended.
+        how: sampling, ``eos_id``, ``state`` and the rest of :func:`stream`.
+
+    Raises:
+        UserError: as :func:`stream`.
+    """
     outputs: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
-    for _ in range(max_new_tokens):
-        ids = sample(logits, generator=generator, **sampling)
-        for row, token in enumerate(ids.tolist()):
-            running[row] = running[row] and token != eos_id
-            if running[row]:
-                outputs[row].append(token)
-        if not any(running):
-            break
+    for ids in stream(model, prompts, max_new_tokens=max_new_tokens, **how):
+        for output, token in zip(outputs, ids, strict=True):
+            if token is not None:
+                output.append(token)
         if on_tokens is not None:
-            on_tokens(ids)
-        logits, state = model.step(ids, state)
+            on_tokens(torch.tensor([-1 if token is None else token for token in ids]))
     return outputs
 
 
 def generate_command(
-    run_dir: Annotated[str, typer.Argument(help="Run folder with checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "import ",
+    run_dir: Annotated[str, typer.Argument(help="Run folder, or exported folder.")],
+    prompt: Annotated[
+        str | None, typer.Option(help='Text to continue; "-" reads standard input.')
+    ] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="File with the text to continue.")] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Ask for one prompt after the other.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 50,
     top_p: Annotated[
         float, typer.Option(help="Keep the likeliest tokens up to this probability.")
     ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: what was said becomes less likely.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    num_samples: Annotated[int, typer.Option(help="Continuations of the prompt.")] = 1,
+    stop_at_eos: Annotated[bool, typer.Option(help="End where the model ends the text.")] = True,
     opt_step: Annotated[int | None, typer.Option(help="Checkpoint; default: the newest.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="gpt2, or a tokenizer.json.")] = "gpt2",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="gpt2, or a tokenizer.json; default: what the run names.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU.")
+    ] = "auto",
+    bf16_state: Annotated[
+        bool, typer.Option("--bf16-state", help="Keep the recurrent state in bfloat16.")
+    ] = False,
 ) -> None:
     """Continue a prompt with a trained model.
+
+    Without a prompt, what is piped in is continued.
 
     Examples:
 
     mamba3-lite generate runs/quickstart --prompt "def main("
 
-    mamba3-lite generate runs/quickstart --temperature 0
+    mamba3-lite generate runs/quickstart --prompt-file notes.txt --num-samples 3
+
+    mamba3-lite generate runs/quickstart --interactive --temperature 0.6
     """
-    check_sampling(temperature, top_k, top_p)
-    if not prompt:
-        raise UserError("--prompt is empty: give at least one character.")
-    if max_new_tokens < 0:
-        raise UserError(f"--max-new-tokens must be 0 or more, got {max_new_tokens}.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, text = load_model(run_dir, opt_step, device), load_tokenizer(tokenizer)
-    print(prompt, end="", flush=True)
-    shown, ids = "", []
+    from mamba3_lite.inference import console
 
-    def show(token: Tensor) -> None:
-        # A token may end inside a character: what is printed is what the text gained.
-        nonlocal shown
-        ids.append(int(token[0]))
-        whole = text.decode(ids)
-        if not whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(whole[len(shown) :], end="", flush=True)
-            shown = whole
-
-    generate(
-        model, [text.encode(prompt)], max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, seed=seed, eos_id=text.eos_id, on_tokens=show,
+    how = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
+        "top_p": top_p, "repetition_penalty": repetition_penalty, "seed": seed,
+        "stop_at_eos": stop_at_eos, "bf16_state": bf16_state,
+    }  # fmt: skip
+    where = {"opt_step": opt_step, "tokenizer": tokenizer, "device": device, "dtype": dtype}
+    console.run(
+        run_dir, prompt=prompt, prompt_file=prompt_file, interactive=interactive,
+        num_samples=num_samples, how=how, load_options=where,
     )  # fmt: skip
-    print()

@@ -29,7 +29,7 @@ from mamba3_lite.measure.ab_arms import THROUGHPUT_KNOBS, Arm, Protocol, build_a
 from mamba3_lite.measure.ab_run import EXIT_ARM_FAILED
 from mamba3_lite.measure.ab_verdict import Comparison, compare, summary
 from mamba3_lite.models.ssd_backends import BACKENDS
-from mamba3_lite.training.pretrain import DEFAULT_CONFIG
+from mamba3_lite.training.command import DEFAULT_CONFIG
 from mamba3_lite.utils.logging import read_metrics
 
 RESULTS, PICTURE, PAGE = "ab.jsonl", "ab.png", "ab.html"

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from mamba3_lite import hardware
 from mamba3_lite.errors import UserError
-from mamba3_lite.measure import budget, html
+from mamba3_lite.measure import budget, html, links, scale
 from mamba3_lite.measure.consumption import consumption
 from mamba3_lite.models import arithmetic
 from mamba3_lite.models.transformer import ModelConfig
@@ -55,8 +55,17 @@ def data_tokens(config: TrainingConfig) -> tuple[int | None, float | None, str]:
     return None, None, f"unknown: {config.data_path} is not there yet"
 
 
-def make_plan(config: TrainingConfig, offers: Sequence[Offer], mfu: float | None) -> dict[str, Any]:
-    """Everything that ``plan`` shows, ready for JSON; sizes in bytes, times in hours."""
+def make_plan(
+    config: TrainingConfig,
+    offers: Sequence[Offer],
+    mfu: float | None,
+    cluster: links.Cluster | None = None,
+) -> dict[str, Any]:
+    """Everything that ``plan`` shows, ready for JSON; sizes in bytes, times in hours.
+
+    ``memory`` and ``gpus`` are of one GPU with its share of the tokens, ``many_gpus`` of a cluster.
+    """
+    ranks = 1 if cluster is None else cluster.ranks
     model = config.model()
     dispatch, note = budget.planned_dispatch(model)
     counts = arithmetic.parameter_counts(model)
@@ -67,17 +76,19 @@ def make_plan(config: TrainingConfig, offers: Sequence[Offer], mfu: float | None
         str(choice).lower(): budget.peak_bytes(_with_checkpointing(config, choice), dispatch)
         for choice in (False, "selective", True)
     }
-    return {
+    gpus = [_on(offer, config, dispatch, peaks, mfu) for offer in offers]
+    plan = {
         "ssd_dispatch": {"path": dispatch, "note": note},
         "parameters": {**counts, "all": sum(counts.values())},
         "tokens": {
             "micro_step": config.tokens_per_micro_step,
-            "opt_step": config.tokens_per_step,
-            "run": config.total_tokens,
+            "ranks": ranks,
+            "opt_step": ranks * config.tokens_per_step,
+            "run": ranks * config.total_tokens,
             "data": tokens,
             "data_source": source,
-            "epochs": epochs,
-            "per_parameter": config.total_tokens / sum(counts.values()),
+            "epochs": epochs and ranks * epochs,
+            "per_parameter": ranks * config.total_tokens / sum(counts.values()),
         },
         "memory": {
             "moment": whole,
@@ -91,7 +102,7 @@ def make_plan(config: TrainingConfig, offers: Sequence[Offer], mfu: float | None
             "training": arithmetic.training_flops_per_token(model),
             "model": arithmetic.model_flops_per_token(model),
         },
-        "gpus": [_on(offer, config, dispatch, peaks, mfu) for offer in offers],
+        "gpus": gpus,
         "schedule": {
             "lr": config.lr,
             "start": config.lr * _factor(config, 0),
@@ -104,6 +115,10 @@ def make_plan(config: TrainingConfig, offers: Sequence[Offer], mfu: float | None
             "data_bytes": tokens and tokens * (2 if model.vocab_size <= 2**16 else 4),
         },
     }
+    if cluster is not None:
+        alone = [(row, offer.price) for row, offer in zip(gpus, offers, strict=True)]
+        plan["many_gpus"] = scale.many_gpus(config, dispatch, alone, cluster)
+    return plan
 
 
 def _with_checkpointing(config: TrainingConfig, choice: bool | str) -> TrainingConfig:
@@ -169,13 +184,14 @@ def warnings(config: TrainingConfig, plan: dict[str, Any], loss_at: int) -> list
             f"{tokens['per_parameter']:.1f} tokens a parameter: at this compute a smaller model on "
             f"more tokens is expected to be better (about {TOKENS_PER_PARAMETER} are optimal)"
         )
-    for row in plan["gpus"]:
+    for row in plan["many_gpus"]["on"] if "many_gpus" in plan else plan["gpus"]:
         need = row["memory_share"] * row["memory_bytes"]
         if row["memory_share"] * (1 + MEMORY_TOLERANCE) > 1:
             verdict = "does not fit" if row["memory_share"] > 1 else "may not fit"
             said.append(
                 f"{verdict} on {row['gpu']}: {_memory(need)} of {_memory(row['memory_bytes'])}; "
                 "lower training.micro_batch_size, or set training.grad_checkpoint to true"
+                + (", or parallel.mode to fsdp" if row.get("mode") == "ddp" else "")
             )
     parameters = plan["parameters"]["all"]
     reference = arithmetic.parameter_count(ModelConfig())
@@ -223,9 +239,9 @@ def _short(number: float) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,.0f}"
 
 
-def _rows(title: str, *rows: Sequence[str]) -> Table:
-    """A table whose first column is its title's."""
-    table = Table(escape(title), *[""] * (len(rows[0]) - 1))
+def _rows(title: str, *rows: Sequence[str], columns: Sequence[str] = ()) -> Table:
+    """A table whose first column is its title's; the others have a name, or none."""
+    table = Table(escape(title), *(columns or [""] * (len(rows[0]) - 1)))
     for row in rows:
         table.add_row(*map(escape, row))
     return table
@@ -245,7 +261,20 @@ def tables(config: TrainingConfig, plan: dict[str, Any]) -> list[Table]:
     per_parameter = f"{tokens['per_parameter']:.1f} ({TOKENS_PER_PARAMETER} are compute-optimal)"
     memory, path = plan["memory"], plan["ssd_dispatch"]["path"]
     peaks = memory["by_grad_checkpoint"]
-    disk = plan["disk"]
+    disk, ranks = plan["disk"], tokens["ranks"]
+    by_ranks = f" x {ranks:,} ranks" if ranks > 1 else ""
+    need = [
+        _rows(
+            f"GPU memory, {path}, {'' if config.compile_model else 'not '}compiled",
+            *((name, _memory(size)) for name, size in memory["parts"].items()),
+            (f"peak, at {memory['moment']}", _memory(memory["peak_bytes"])),
+            *((f"with grad_checkpoint: {name}", _memory(size)) for name, size in peaks.items()),
+        ),
+        _gpu_table(plan["gpus"]),
+    ]
+    if "many_gpus" in plan:
+        many = scale.tables(plan["many_gpus"])
+        need = [_rows(title, *rows, columns=columns) for title, columns, rows in many]
     return [
         _rows("parameters", *counts),
         _rows(
@@ -253,17 +282,11 @@ def tables(config: TrainingConfig, plan: dict[str, Any]) -> list[Table]:
             ("micro-step", f"{batch} x {length:,} = {tokens['micro_step']:,}"),
             (
                 "optimizer step",
-                f"{batch} x {accumulation} x {length:,} = {tokens['opt_step']:,}",
+                f"{batch} x {accumulation} x {length:,}{by_ranks} = {tokens['opt_step']:,}",
             ),
             ("run", f"{tokens['opt_step']:,} x {config.max_steps:,} = {run}{over}{epochs}"),
             ("data from", tokens["data_source"]),
             ("exposures a parameter", per_parameter),
-        ),
-        _rows(
-            f"GPU memory, {path}, {'' if config.compile_model else 'not '}compiled",
-            *((name, _memory(size)) for name, size in memory["parts"].items()),
-            (f"peak, at {memory['moment']}", _memory(memory["peak_bytes"])),
-            *((f"with grad_checkpoint: {name}", _memory(size)) for name, size in peaks.items()),
         ),
         _rows(
             "MFLOP a token",
@@ -271,7 +294,7 @@ def tables(config: TrainingConfig, plan: dict[str, Any]) -> list[Table]:
             ("training, recomputation included", f"{flops['training'] / 1e6:,.1f}"),
             ("model (6 W), what MFU counts", f"{flops['model'] / 1e6:,.1f}"),
         ),
-        _gpu_table(plan["gpus"]),
+        *need,
         _rows(
             "disk",
             *((f"checkpoint: {k}", _storage(v)) for k, v in disk["checkpoint_bytes"].items()),
@@ -322,16 +345,32 @@ def _offers(
     return offers
 
 
-def _save_curve(config: TrainingConfig, target: str) -> None:
+def _save_picture(draw: html.Draw, option: str, target: str) -> None:
     path = Path(target)
     if path.suffix.lower() != ".png":
-        raise UserError(f"--plot {target}: the picture is a PNG; give a name that ends in .png")
+        raise UserError(f"{option} {target}: the picture is a PNG; give a name that ends in .png")
     try:
-        drawn = html.save_picture(lambda figure: draw_schedule(config, figure), path)
+        drawn = html.save_picture(draw, path)
     except OSError as problem:
-        raise UserError(f"--plot {target}: cannot be written ({problem.strerror})") from problem
+        raise UserError(f"{option} {target}: cannot be written ({problem.strerror})") from problem
     if not drawn:
-        raise UserError('--plot needs matplotlib; run pip install "mamba3-lite[plots]"')
+        raise UserError(f'{option} needs matplotlib; run pip install "mamba3-lite[plots]"')
+
+
+def _save_efficiency(
+    config: TrainingConfig, plan: dict[str, Any], cluster: links.Cluster | None, target: str
+) -> None:
+    """Of the first GPU whose speed is known."""
+    if cluster is None:
+        raise UserError("--picture draws many GPUs: give --gpus, those of a node.")
+    row = next((row for row in plan["gpus"] if "tps" in row), None)
+    if row is None:
+        raise UserError("--picture needs the speed of one GPU, which was not measured: give --mfu.")
+
+    def draw(figure: Any) -> None:
+        scale.draw_efficiency(config, row, cluster, figure)
+
+    _save_picture(draw, "--picture", target)
 
 
 def plan_command(
@@ -356,12 +395,19 @@ def plan_command(
     plot: Annotated[
         str | None, typer.Option(help="Also draw the learning rate into this PNG file.")
     ] = None,
+    gpus: links.GpusOption = 1,
+    nodes: links.NodesOption = 1,
+    node_link: links.NodeLinkOption = "NDR",
+    link_gb_s: links.LinkSpeedOption = None,
+    node_link_gb_s: links.NodeLinkSpeedOption = None,
+    picture: links.PictureOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a run will take: tokens, memory, hours, cost, disk. Needs no GPU, takes seconds.
 
     Memory is for one CUDA GPU with Triton under bf16 autocast. Speed comes from a recorded training
-    step of that GPU, or from --mfu.
+    step of that GPU, or from --mfu. With --gpus and --nodes both are of each of many GPUs, by a
+    model of what they exchange.
 
     Examples:
 
@@ -370,18 +416,29 @@ def plan_command(
     mamba3-lite plan configs/pretrain_a100_400m.yaml --gpu A100 --mfu 0.4 --price 1.8
 
     mamba3-lite plan configs/pretrain_h200_434m.yaml training.micro_batch_size=32 --json
+
+    mamba3-lite plan configs/pretrain_h200_434m.yaml --gpu H200 --gpus 8 --nodes 4
     """
     if loss_at < 1:
         raise UserError(f"--loss-at {loss_at} must be an optimizer step, 1 or later.")
     settings, _ = load_training_config(find_config(config), list(overrides or []))
     # Everything that can be refused comes before the first line.
-    plan = make_plan(settings, _offers(gpu, price, mfu), mfu)
+    cluster = links.asked_cluster(gpus, nodes, node_link, link_gb_s, node_link_gb_s)
+    plan = make_plan(settings, _offers(gpu, price, mfu), mfu, cluster)
     plan = {"config": config, **plan, "warnings": warnings(settings, plan, loss_at)}
     if plot is not None:
-        _save_curve(settings, plot)
+        _save_picture(lambda figure: draw_schedule(settings, figure), "--plot", plot)
+    if picture is not None:
+        _save_efficiency(settings, plan, cluster, picture)
     if as_json:
         print(json.dumps(plan, indent=2))
         return
+    _show(settings, plan)
+    for drawn in filter(None, (plot, picture)):
+        print(f"picture: {drawn}")
+
+
+def _show(settings: TrainingConfig, plan: dict[str, Any]) -> None:
     console = Console()
     for table in tables(settings, plan):
         console.print(table)
@@ -392,9 +449,9 @@ def plan_command(
         f"{schedule['total_steps']:,}"
     )
     print(sparkline(settings))
+    for note in scale.notes(settings, plan["many_gpus"]) if "many_gpus" in plan else ():
+        print(note)
     if plan["ssd_dispatch"]["note"] and settings.model().ssd_dispatch == "auto":
         print(plan["ssd_dispatch"]["note"])
     for warning in plan["warnings"]:
         print(f"[warn] {warning}")
-    if plot is not None:
-        print(f"picture: {plot}")

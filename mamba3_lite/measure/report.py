@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 from mamba3_lite.errors import UserError
+from mamba3_lite.evaluation.record import headlines, read_records
 from mamba3_lite.measure import html
 from mamba3_lite.measure.report_figures import (
     MARKS,
@@ -51,6 +52,7 @@ def write_report(runs: Sequence[Run], out: str | Path) -> Path:
     sections = [
         ("Overview", _overview(runs)),
         ("Curves", _curves(runs, drawn)),
+        *_evaluation_section(runs),
         *_event_section(runs),
         *_difference_section(runs),
         *(_configuration_section(run, several=len(runs) > 1) for run in runs),
@@ -177,6 +179,27 @@ def _event_name(kind: str) -> str:
 def _event_counts(run: Run) -> str:
     counts = Counter(event.kind for event in run.events)
     return ", ".join(f"{count:,} x {_event_name(kind)}" for kind, count in counts.items())
+
+
+def _evaluation_section(runs: Sequence[Run]) -> list[Section]:
+    """What the command eval has left in the run folders, the newest first."""
+    several = len(runs) > 1
+    rows, notes = [], ""
+    for run in runs:
+        records, damaged = read_records(run.path)
+        for record in records[::-1]:
+            opt_step, moment = record["checkpoint"]["opt_step"], record["time"]
+            place = _ABSENT if opt_step is None else f"{opt_step:,}"
+            when = _when(datetime.fromisoformat(moment).timestamp())
+            start = [*([run.name] if several else []), place, when]
+            rows += [[*start, line] for line in headlines(record)]
+        if damaged:
+            where = f"{run.name}: " if several else ""
+            notes += html.paragraph(f"{where}damaged: {', '.join(damaged)}.")
+    if not rows and not notes:
+        return []
+    header = [*(["run"] if several else []), "optimizer step", "when", "result"]
+    return [("Evaluations", (_table(header, rows) if rows else "") + notes)]
 
 
 def _event_section(runs: Sequence[Run]) -> list[Section]:

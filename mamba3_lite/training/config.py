@@ -79,6 +79,13 @@ class TrainingConfig:
     mask_boundary_targets: bool = _knob(
         False, "do not train on the target that crosses a document boundary"
     )
+    init_from: str = _knob(
+        "", "run folder, checkpoint or export whose weights the run starts from; empty: random",
+        resume="refused",
+    )  # fmt: skip
+    parallel_mode: str = _knob("auto", "how ranks share the model: auto, ddp, fsdp or hsdp")
+    shard_ranks: int = _knob(0, "ranks that share one copy under hsdp; 0: those of a host")
+    rank_timeout_sec: float = _knob(600.0, "a rank that others wait for so long ends the run")
     data: DataConfig = field(
         default_factory=DataConfig, metadata={"help": "what prepare reads", "resume": "free"}
     )
@@ -113,6 +120,9 @@ class TrainingConfig:
 
 TrainConfig = TrainingConfig
 
+PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
+_PARALLEL_FIELDS = ("parallel_mode", "shard_ranks", "rank_timeout_sec")
+
 _RENAMED = {
     "batch_size": "micro_batch_size",
     "max_steps": "total_steps",
@@ -123,6 +133,8 @@ _RENAMED = {
     "compile_model": "compile",
     "data_path": "train_data_path",
     "data_order": "order",
+    "parallel_mode": "mode",
+    "rank_timeout_sec": "timeout_sec",
 }
 _DATA_FIELDS = (
     "data_path", "val_data_path", "data_order", "num_workers", "document_mode",
@@ -134,13 +146,21 @@ SECTIONS: Sections = {
     "training": keys_of(
         "training",
         TrainingConfig,
-        exclude=("model_config", "vocab_size", "max_seq_len", "data", *_DATA_FIELDS),
+        exclude=(
+            "model_config",
+            "vocab_size",
+            "max_seq_len",
+            "data",
+            *_DATA_FIELDS,
+            *_PARALLEL_FIELDS,
+        ),
         rename=_RENAMED,
     ),
     "data": {
         **keys_of("data", DataConfig),
         **keys_of("training", TrainingConfig, only=_DATA_FIELDS, rename=_RENAMED),
     },
+    "parallel": keys_of("training", TrainingConfig, only=_PARALLEL_FIELDS, rename=_RENAMED),
 }
 
 
@@ -149,6 +169,8 @@ def yaml_key(name: str) -> str:
     if name in ("vocab_size", "max_seq_len"):
         return f"model.{name}"
     section = "data" if name in _DATA_FIELDS else "training"
+    if name in _PARALLEL_FIELDS:
+        section = "parallel"
     return f"{section}.{_RENAMED.get(name, name)}"
 
 
@@ -213,7 +235,7 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
         need(getattr(config, name) >= 1, name, "at least 1")
     for name in (
         "warmup_steps", "num_workers", "eval_interval", "eval_batches", "keep_last", "keep_every",
-        "max_time_sec", "max_rollbacks",
+        "max_time_sec", "max_rollbacks", "shard_ranks",
     ):  # fmt: skip
         need(getattr(config, name) >= 0, name, "0 or more")
     for name in ("data_path", "checkpoint_dir"):
@@ -227,7 +249,11 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
         need(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
     limit = f"below {named('training.total_steps', sources)} ({config.max_steps})"
     need(config.warmup_steps < config.max_steps, "warmup_steps", limit)
-    for name, names in (("data_order", DATA_ORDERS), ("compile_mode", COMPILE_MODES)):
+    need(config.rank_timeout_sec > 0, "rank_timeout_sec", "positive")
+    for name, names in (
+        ("data_order", DATA_ORDERS), ("compile_mode", COMPILE_MODES),
+        ("parallel_mode", PARALLEL_MODES),
+    ):  # fmt: skip
         value = getattr(config, name)
         need(value in names, name, f"one of {', '.join(names)}{nearest(value, names)}")
     known = isinstance(config.grad_checkpoint, bool) or config.grad_checkpoint == "selective"
@@ -282,7 +308,9 @@ def _data_problems(data: DataConfig, sources: Mapping[str, str]) -> list[str]:
 _FREE_MODEL_FIELDS = ("chunk_size", "ssd_dispatch", "grad_checkpoint", "init_std")
 
 
-def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
+def check_resume(
+    saved: dict[str, Any], config: TrainingConfig, *, ranks: tuple[int, int] = (1, 1)
+) -> list[str]:
     """Compares the present configuration with the one that a checkpoint was made with.
 
     Free knobs may change and are reported; batch geometry may change at equal tokens per optimizer
@@ -291,6 +319,7 @@ def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
     Args:
         saved: ``dataclasses.asdict`` of the checkpoint's ``TrainingConfig``; a field that it lacks
             was added later and had its default.
+        ranks: that trained then, and that do now.
 
     Returns:
         One sentence for each change that takes effect.
@@ -312,10 +341,13 @@ def check_resume(saved: dict[str, Any], config: TrainingConfig) -> list[str]:
         if old_model[name] != value and name not in ("vocab_size", "max_seq_len"):
             change = f"model.{name}: {old_model[name]!r} -> {value!r}"
             (notes if name in _FREE_MODEL_FIELDS else refused).append(change)
-    if was.samples_per_step != config.samples_per_step:
+    if ranks[0] != ranks[1]:
+        notes.append(f"ranks: {ranks[0]} -> {ranks[1]}")
+    sequences = ranks[0] * was.samples_per_step, ranks[1] * config.samples_per_step
+    if sequences[0] != sequences[1]:
         refused.append(
-            "sequences of an optimizer step (training.micro_batch_size x "
-            f"gradient_accumulation_steps): {was.samples_per_step} -> {config.samples_per_step}"
+            "sequences of an optimizer step (ranks x training.micro_batch_size x "
+            f"gradient_accumulation_steps): {sequences[0]} -> {sequences[1]}"
         )
     if refused:
         raise UserError(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mamba3_lite.distributed.world import World
+
 
 class Outcome(NamedTuple):
     """How an accumulation window ended, as far as the host has to know."""
@@ -74,6 +76,7 @@ class AccumulationWindow:
         # False: train_step reads a window's outcome when it closes. True: when the next one closes,
         # while the device is busy with that one; whoever needs it earlier calls settle.
         self.late = False
+        self.world = World.alone()  # whose micro-steps make a window together
         self.verdict: Verdict | None = None  # of the last update, until it is read
         self.outcome: Outcome | None = None  # the last one read, until it is taken
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from mamba3_lite.data.dataset import IGNORE_INDEX
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.utils.weights import raw_module
 
 # Logits of a piece in float32 (1 GiB); in a narrower dtype as many more as fill the same memory.
 _PIECE_ELEMENTS = 2**28
@@ -162,6 +163,20 @@ def head_loss(
     return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), fused, wanted)
 
 
+class LossModel(nn.Module):
+    """A model and its loss as one module, for wrappers that act around a forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`next_token_loss` of the model inside."""
+        return next_token_loss(self.model, tokens, targets, segment_ids=segment_ids)
+
+
 def next_token_loss(
     model: nn.Module, tokens: Tensor, targets: Tensor, *, segment_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +185,10 @@ def next_token_loss(
     Tokens and targets are (B, T); a target of IGNORE_INDEX does not count. Any module that maps ids
     (B, T) to logits (B, T, V) can be trained; ours goes through :func:`head_loss`. Segment ids
     (B, T) reset the state where they change; a module of another kind must take them by keyword.
+    A :class:`LossModel`, wrapped for data-parallel training or not, answers by itself.
     """
+    if isinstance(raw_module(model), LossModel):
+        return model(tokens, targets, segment_ids)
     count = (targets != IGNORE_INDEX).sum()
     if isinstance(model, Mamba3Transformer):
         hidden = model.hidden(tokens, segment_ids=segment_ids)

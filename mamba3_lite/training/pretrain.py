@@ -6,34 +6,35 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from torch import Tensor
+from rich.console import Console
+from torch import Tensor, nn
 
-from mamba3_lite import env, hardware
+from mamba3_lite import env
 from mamba3_lite.data.loader import advance, make_loader
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
-from mamba3_lite.schema import COMMAND_LINE, find_config
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import (
     TrainConfig,
     TrainingConfig,
-    check_resume,
-    load_training_config,
     validate,
-    yaml_key,
 )
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.meter import Meter
-from mamba3_lite.training.optim import build_optimizer, load_optimizer
+from mamba3_lite.training.optim import build_optimizer, load_optimizer, whole_state
+from mamba3_lite.training.parallel import chosen_mode, parallelize
 from mamba3_lite.training.profile import MicroStepProfiler
 from mamba3_lite.training.run_data import open_data
+from mamba3_lite.training.run_lock import RunLock
 from mamba3_lite.training.run_record import write_run_record
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
+from mamba3_lite.training.start import may_go_on, start_from
 from mamba3_lite.training.step import settle, train_step
 from mamba3_lite.training.stop import StopRequest
 from mamba3_lite.training.train_state import Boundary, TrainState, set_random_state
@@ -43,16 +44,15 @@ from mamba3_lite.utils.checkpoint import (
     CheckpointManager,
     CheckpointWriteError,
     estimate_bytes,
-    load_weights,
     require_free_space,
 )
 from mamba3_lite.utils.logging import TrainingLogger
+from mamba3_lite.utils.weights import load_weights, whole_weights
 
 __all__ = ["Pretrainer", "TrainConfig", "TrainingConfig", "main", "train_step"]
 
 EXIT_DONE = 0
 DRY_RUN_OPT_STEPS = 2
-DEFAULT_CONFIG = "configs/pretrain_a100_400m.yaml"
 
 
 def _enforce_triton_env_var(model_config: dict[str, Any], log: Callable[[str], None]) -> None:
@@ -78,6 +78,8 @@ class Pretrainer:
         sources: where each value of ``config`` came from, for the record in the run folder.
         late_guard: learn of a dropped window one optimizer step late, so that the device never
             waits; None: on a GPU. The weights are the same either way.
+        world: the ranks that train together, all of which build and call their own at once; the
+            leader alone writes. None: this process alone.
 
     Raises:
         UserError: anything wrong with configuration, data or checkpoints, before the first step.
@@ -93,10 +95,12 @@ class Pretrainer:
         profile: bool = False,
         sources: dict[str, str] | None = None,
         late_guard: bool | None = None,
+        world: World | None = None,
     ):
         validate(config)
         self.dry_run = dry_run
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = world or World.alone()
+        self.device = self.world.device
         self.late_guard = self.device.type == "cuda" if late_guard is None else late_guard
         self.config = config = dataclasses.replace(config, model_config=dict(config.model_config))
         self.run_dir = None if dry_run else Path(config.checkpoint_dir)
@@ -108,53 +112,103 @@ class Pretrainer:
             shape = f"micro batch 1, {config.max_seq_len} tokens"
             hint = "--full-shape keeps the configuration's"
             self._notes.append(f"[dry-run] on a CPU: {shape} ({hint})")
-        self._open_data()
-
+        with self.world.same_fate():
+            self._open_data()
+        self._lock: RunLock | None = None
         self.checkpoints: CheckpointManager | None = None
-        checkpoint = None
+        with self.world.same_fate():
+            if self.run_dir is not None and self.world.leads:
+                self._lock = RunLock(self.run_dir)
+        try:
+            self._prepare(resume, profile=profile)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _prepare(self, resume: int | None, *, profile: bool) -> None:
+        """Everything behind the lock: what to go on from, the model, the log."""
+        config, world = self.config, self.world
         if self.run_dir is not None:
             self.checkpoints = CheckpointManager(
                 self.run_dir, keep_last=config.keep_last, keep_every=config.keep_every,
                 log=self._notes.append,
             )  # fmt: skip
-            checkpoint = self.checkpoints.load(resume)
+        checkpoint = self._load(resume)
+        with world.same_fate():
             if checkpoint is not None:
-                self._notes += check_resume(checkpoint.meta["config"], config)
-                self._check_data(checkpoint.meta)
+                data = self.dataset.fingerprint
+                self._notes += may_go_on(checkpoint, config, data, ranks=world.size)
+            self._make_model(checkpoint)
         self._build(checkpoint)
-        self._open_log(checkpoint)
+        with world.same_fate():
+            self._open_log(checkpoint)
         if self.checkpoints is not None:
             self.checkpoints.log = self.logger.info
         self._profiler = None
-        if profile:
+        if profile and world.leads:
             self._profiler = MicroStepProfiler(
                 Path(config.checkpoint_dir), accumulation=config.gradient_accumulation_steps,
                 device=self.device, log=self.logger.info,
             )  # fmt: skip
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _open_data(self) -> None:
         stand_in = DRY_RUN_OPT_STEPS * self.config.samples_per_step if self.dry_run else 0
         data = open_data(self.config, stand_in=stand_in, log=self._notes.append)
         self.dataset, self.order, self.val_dataset = data
 
-    def _check_data(self, meta: dict[str, Any]) -> None:
-        if meta["data_fingerprint"] != self.dataset.fingerprint:
-            raise UserError(
-                f"{self.config.data_path} does not hold the data that {self.config.checkpoint_dir} "
-                "was trained on; point data.train_data_path at it, or start in a new "
-                "training.save_dir."
-            )
+    def _load(self, opt_step: int | None) -> Checkpoint | None:
+        """The checkpoint to go on from, the same on every rank: the leader finds and mends it."""
+        if self.checkpoints is None:
+            return None
+        checkpoint = None
+        with self.world.same_fate():
+            if self.world.leads:
+                checkpoint = self.checkpoints.load(opt_step)
+        found = self.world.from_leader(None if checkpoint is None else checkpoint.opt_step)
+        with self.world.same_fate():
+            if found is not None and checkpoint is None:
+                checkpoint = self.checkpoints.load(found)
+        return checkpoint
 
-    def _build(self, checkpoint: Checkpoint | None) -> None:
+    def _make_model(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
         torch.manual_seed(config.seed)
         self.model = Mamba3Transformer(config.model())
+        self._init_from: dict[str, Any] | None = None
+        if checkpoint is not None:
+            self._init_from = checkpoint.meta.get("init_from")
+        elif config.init_from:
+            self._init_from = start_from(self.model, config.init_from, log=self._notes.append)
         if self.run_dir is not None:
             require_free_space(self.run_dir, 3 * estimate_bytes(self.model.state_dict()))
         self.model.to(self.device).train()
+
+    def _build(self, checkpoint: Checkpoint | None) -> None:
+        """Compiles the model, spreads it over the ranks, and fills both it and its optimizer."""
+        config = self.config
+        if config.compile_model:
+            refusal = compile_refusal(self.device)
+            if refusal is None:
+                mode = compile_blocks(self.model, config.compile_mode)
+                self._notes.append(f"torch.compile: each block, mode {mode}")
+            else:
+                self._notes.append(f"[warn] not compiled: {refusal}")
+        self.trained: nn.Module = self.model
+        if self.world.grouped:
+            mode = chosen_mode(config.parallel_mode, self.model, self.world)
+            self.trained = parallelize(self.model, mode, self.world, shard_ranks=config.shard_ranks)
+            tokens = self.world.size * config.tokens_per_step
+            self._notes.append(
+                f"{self.world.size} ranks, {mode}: {tokens:,} tokens an optimizer step"
+            )
         self.optimizer = build_optimizer(self.model, config)
         self._window = AccumulationWindow.of(self.optimizer)
         self._window.late = True  # when outcomes are read is for _settle to say
+        self._window.world = self.world
         self.scheduler = build_schedule(self.optimizer, config)
         self.state = TrainState()
         if checkpoint is not None:
@@ -164,13 +218,6 @@ class Pretrainer:
             self.amp_context = torch.autocast("cuda", dtype=torch.bfloat16)
         else:
             self._notes.append("[warn] no CUDA device: training in float32 on the CPU")
-        if config.compile_model:
-            refusal = compile_refusal(self.device)
-            if refusal is None:
-                mode = compile_blocks(self.model, config.compile_mode)
-                self._notes.append(f"torch.compile: each block, mode {mode}")
-            else:
-                self._notes.append(f"[warn] not compiled: {refusal}")
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Weights, moments, schedule, counters and generators from a checkpoint."""
@@ -183,13 +230,14 @@ class Pretrainer:
 
     def _open_log(self, checkpoint: Checkpoint | None) -> None:
         self.logger = TrainingLogger(
-            self.run_dir,
+            self.run_dir if self.world.leads else None,
             resume_micro_step=0 if checkpoint is None else checkpoint.meta["state"]["micro_step"],
             config=dataclasses.asdict(self.config),
             wandb_id=None if checkpoint is None else checkpoint.meta["wandb_id"],
             tensorboard=self.config.tensorboard,
+            console=None if self.world.leads else Console(quiet=True),
         )
-        if self.run_dir is not None:
+        if self.run_dir is not None and self.world.leads:
             write_run_record(self.run_dir, self.config, self._sources)
         for note in self._notes:
             self.logger.info(note)
@@ -208,16 +256,20 @@ class Pretrainer:
         config, state, profiler = self.config, self.state, self._profiler
         last = config.max_steps
         if self.dry_run:
-            last = min(last, DRY_RUN_OPT_STEPS if profiler is None else profiler.opt_steps)
+            few = DRY_RUN_OPT_STEPS if profiler is None else profiler.opt_steps
+            last = min(last, self.world.largest(few))
         if state.opt_step >= last:
             self.logger.info(f"already finished: opt_step {state.opt_step} of {last}")
             self.logger.close()
+            self._unlock()
             return EXIT_DONE
         with (
+            contextlib.ExitStack() as at_end,
             self.logger,
             StopRequest(config.max_time_sec) as stop,
             profiler or contextlib.nullcontext(),
         ):
+            at_end.callback(self._unlock)
             self._stop = stop
             self.logger.progress(last, state.opt_step)
             code = self._train_to(last, stop)
@@ -229,7 +281,8 @@ class Pretrainer:
 
     def _train_to(self, last: int, stop: StopRequest) -> int:
         state = self.state
-        self._meter = Meter(self.device, loss_sum=state.log_loss_sum, tokens=state.log_tokens)
+        self._meter = Meter(self.device)
+        self._restart_meter()
         self._mark_boundary(state.samples_seen)
         batches, micro_step = self._batches(), self._micro_step
         if self._profiler is not None:
@@ -238,12 +291,17 @@ class Pretrainer:
             micro_step(*next(batches))
             if self._after_micro_step(last):
                 batches = self._batches()
-            if stop.code is not None:
+            if code := self.world.largest(stop.code or 0):
                 self._settle()
                 self._save(at_end=True)
                 self.logger.info(f"{stop.reason}: saved at opt_step {self.state.opt_step}")
-                return stop.code
+                return code
         return EXIT_DONE
+
+    def _restart_meter(self) -> None:
+        """The log window that the state has left open; what it holds is of all ranks."""
+        state, share = self.state, int(self.world.leads)
+        self._meter.restart(loss_sum=share * state.log_loss_sum, tokens=share * state.log_tokens)
 
     def _batches(self) -> Iterator[tuple[Tensor, ...]]:
         return make_loader(
@@ -254,19 +312,22 @@ class Pretrainer:
             skip_spans=self.state.skip_spans,
             num_workers=self.config.num_workers,
             pin_memory=self.device.type == "cuda",
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
 
     def _micro_step(self, *batch: Tensor) -> None:
         state = self.state
         tokens, targets, *documents = (t.to(self.device, non_blocking=True) for t in batch)
         metrics, state.opt_step = train_step(
-            self.model, self.optimizer, self.scheduler, self.config, self.amp_context,
+            self.trained, self.optimizer, self.scheduler, self.config, self.amp_context,
             self._guard_line, state.opt_step, tokens, targets, state.window_micro_step,
             segment_ids=documents[0] if documents else None,
         )  # fmt: skip
         assert metrics is not None
         state.micro_step += 1
-        state.samples_seen = advance(state.samples_seen, tokens.shape[0], state.skip_spans)
+        samples = self.world.size * tokens.shape[0]
+        state.samples_seen = advance(state.samples_seen, samples, state.skip_spans)
         self._meter.took(tokens.numel())
         self._meter.add(metrics["loss_sum"], metrics["tokens"])
         if "skipped" in metrics:
@@ -342,24 +403,16 @@ class Pretrainer:
 
     def _log_row(self) -> None:
         state, meter = self.state, self._meter
-        loss = meter.mean_loss()  # waits for the device, so the time below is that of its work
-        tps = meter.tokens_per_sec()
-        peak = hardware.peak_bf16_flops(hardware.device_name(self.device))
         row = {
             "opt_step": state.opt_step,
             "micro_step": state.micro_step,
-            "loss": loss,
             "lr": self.scheduler.get_last_lr()[0],
-            "tps": tps,
-            "grad_norm": meter.grad_norm,
-            "peak_mem_gib": hardware.peak_memory_bytes(self.device) / 2**30,
+            **meter.row(self.world, model_flops_per_token(self.model.cfg)),
             "tokens_seen": state.tokens_seen,
             "samples_seen": state.samples_seen,
             "epoch": self.order.epoch(max(0, state.samples_seen - 1)),
             "dropped_windows": state.dropped_windows,
         }
-        if peak is not None and self.device.type == "cuda":
-            row["mfu"] = model_flops_per_token(self.model.cfg) * tps / peak
         self.logger.log(row)
         if meter.first_sec is not None:
             self.logger.info(f"first micro-step took {meter.first_sec:.1f} s")
@@ -369,8 +422,8 @@ class Pretrainer:
         assert self.val_dataset is not None
         try:
             loss, tokens = evaluate(
-                self.model, self.val_dataset, batch_size=self.config.batch_size,
-                max_batches=self.config.eval_batches, device=self.device,
+                self.trained, self.val_dataset, batch_size=self.config.batch_size,
+                max_batches=self.config.eval_batches, world=self.world,
                 amp_context=self.amp_context, should_stop=lambda: self._stop.code is not None,
             )  # fmt: skip
         except EvaluationStopped:
@@ -381,30 +434,42 @@ class Pretrainer:
         """Writes a checkpoint of the last boundary: an open window is replayed."""
         if self.checkpoints is None:
             return
-        state = self._boundary.rewound(self.state)
+        world = self.world
+        state = self._boundary.rewound(self.state, world)
         meta = {
             "state": state.to_dict(),
             "config": dataclasses.asdict(self.config),
             "data_fingerprint": self.dataset.fingerprint,
             "model": dataclasses.asdict(self.model.cfg),
             "wandb_id": self.logger.wandb_id,
+            "init_from": self._init_from,
+            "ranks": world.size,
         }
-        training = {"optimizer": self.optimizer.state_dict(), "random": self._boundary.random}
-        try:
-            self.checkpoints.save(state.opt_step, self.model.state_dict(), training, meta)
+        weights = whole_weights(self.model, keep=world.leads)
+        moments = whole_state(self.optimizer, keep=world.leads)
+        problem = None
+        if world.leads:
+            try:
+                training = {"optimizer": moments, "random": self._boundary.random}
+                self.checkpoints.save(state.opt_step, weights, training, meta)
+            except CheckpointWriteError as error:
+                problem = str(error)
+        problem = world.from_leader(problem)
+        if problem is None:
             self.state.rollbacks = 0
-        except CheckpointWriteError as problem:
-            # The next may succeed, and the run is worth more than one file; the last has no next.
-            self.logger.event("save-failed", f"[warn] {problem}", **self._where())
-            if at_end:
-                raise UserError(f"The last checkpoint could not be written: {problem}") from problem
+            return
+        # The next may succeed, and the run is worth more than one file; the last has no next.
+        self.logger.event("save-failed", f"[warn] {problem}", **self._where())
+        if at_end:
+            with world.same_fate():
+                raise UserError(f"The last checkpoint could not be written: {problem}")
 
     def _roll_back(self) -> bool:
         lost, config, span_end = self.state, self.config, self._boundary.samples_seen
         after = f"{lost.strikes} windows in a row without a finite loss and gradient"
         if lost.rollbacks >= config.max_rollbacks:
             raise RuntimeError(f"[nan-guard] {after}, after {lost.rollbacks} rollbacks: giving up.")
-        checkpoint = None if self.checkpoints is None else self.checkpoints.load(None)
+        checkpoint = self._load(None)
         if checkpoint is None:
             raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
         self._restore(checkpoint)
@@ -413,7 +478,7 @@ class Pretrainer:
         state.skip_spans = [*lost.skip_spans, (lost.first_strike_sample, span_end)]
         state.dropped_windows, state.rollbacks = lost.dropped_windows, lost.rollbacks + 1
         state.strikes = 0
-        self._meter.restart(loss_sum=state.log_loss_sum, tokens=state.log_tokens)
+        self._restart_meter()
         self._mark_boundary(state.samples_seen)
         self.logger.rewind(state.micro_step)
         self.logger.event(
@@ -425,69 +490,10 @@ class Pretrainer:
         return True
 
 
-def pretrain_command(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, such as training.lr=6e-4.")
-    ] = None,
-    config: Annotated[str, typer.Option(help="YAML configuration.")] = DEFAULT_CONFIG,
-    data_path: Annotated[str | None, typer.Option(help="Training data.")] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(help="Run folder.")] = None,
-    resume: Annotated[
-        int | None,
-        typer.Option(help="Resume from exactly this optimizer step; default: the newest."),
-    ] = None,
-    no_checkpoint: Annotated[
-        bool, typer.Option("--no-checkpoint", help="Gradient checkpointing off.")
-    ] = False,
-    no_compile: Annotated[bool, typer.Option("--no-compile", help="Skip torch.compile.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Two optimizer steps; the run folder is left alone.")
-    ] = False,
-    full_shape: Annotated[
-        bool, typer.Option("--full-shape", help="Dry run on a CPU: keep the literal shape.")
-    ] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Trace a few micro-steps into the run folder.")
-    ] = False,
-    max_time: Annotated[
-        float | None, typer.Option(help="Save and exit with code 75 after this many seconds.")
-    ] = None,
-) -> None:
-    """Pretrain a model; a run folder that holds checkpoints is resumed.
-
-    Examples:
-
-    mamba3-lite pretrain --config configs/debug_cpu.yaml
-
-    mamba3-lite pretrain --config configs/pretrain_a100_400m.yaml --dry-run --no-compile
-
-    mamba3-lite pretrain --config run.yaml training.lr=6e-4 model.chunk_size=128
-
-    Exit codes: 0 finished, 2 user error; saved: 75 out of --max-time, 130 SIGINT, 143 SIGTERM.
-    """
-    settings, sources = load_training_config(find_config(config), list(overrides or []))
-    changes: dict[str, Any] = {
-        "data_path": data_path,
-        "checkpoint_dir": checkpoint_dir,
-        "max_time_sec": max_time,
-        "grad_checkpoint": False if no_checkpoint else None,
-        "compile_model": False if no_compile else None,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
-    sources |= {yaml_key(name): COMMAND_LINE for name in changes}
-    explicit = settings.model_config.get("grad_checkpoint")
-    if no_checkpoint and explicit:
-        print(f"[warn] model.grad_checkpoint: {explicit} is explicit and wins over --no-checkpoint")
-    settings = dataclasses.replace(settings, **changes)
-    trainer = Pretrainer(
-        settings, resume=resume, dry_run=dry_run, full_shape=full_shape, profile=profile,
-        sources=sources,
-    )  # fmt: skip
-    raise typer.Exit(trainer.train())
-
-
 def main(argv: list[str] | None = None) -> None:
     """The seeds' command, ``python3 training/pretrain.py ...``."""
+    from mamba3_lite.training.command import pretrain_command
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(pretrain_command)
     with user_errors_as_one_line():

@@ -13,6 +13,7 @@ from mamba3_lite.training.config import TrainingConfig
 from mamba3_lite.training.guard import AccumulationWindow, Verdict
 from mamba3_lite.training.losses import next_token_loss
 from mamba3_lite.training.optim import gradient_norm, update
+from mamba3_lite.training.parallel import gradient_sync
 
 
 def train_step(
@@ -41,6 +42,7 @@ def train_step(
     then an update is not counted, and :func:`settle` counts the last one.
 
     Args:
+        model: one that :func:`mamba3_lite.training.losses.next_token_loss` takes.
         tokens, targets: (B, T) int64; targets of -100 do not count.
         micro_step: 0-based count of micro-steps; a window closes when ``micro_step + 1`` is a
             multiple of the accumulation.
@@ -54,15 +56,17 @@ def train_step(
     """
     accumulation = config.gradient_accumulation_steps
     window = AccumulationWindow.of(optimizer)
+    closes = (micro_step + 1) % accumulation == 0
     if micro_step % accumulation == 0:
         window.open(optimizer, tokens.numel() * accumulation)
-    with amp_context:
-        loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
-    (loss_sum / window.divisor).backward()
+    with gradient_sync(model, last=closes):
+        with amp_context:
+            loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
+        (loss_sum / window.divisor).backward()
     loss_sum = loss_sum.detach()
     window.add(loss_sum, count)
     metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
-    if (micro_step + 1) % accumulation == 0:
+    if closes:
         opt_steps = settle(optimizer, scheduler, log, opt_steps)
         metrics |= _close(window, optimizer, config, micro_step)
         if not window.late:
@@ -94,11 +98,14 @@ def _close(
     window: AccumulationWindow, optimizer: Optimizer, config: TrainingConfig, micro_step: int
 ) -> dict[str, Tensor]:
     """Sends the update of a full window and its verdict on their way; waits for neither."""
-    loss_sum, counted = torch.as_tensor(window.loss_sum), torch.as_tensor(window.tokens)
     norm = gradient_norm(optimizer)
-    weight = counted.clamp_min(1).to(norm.dtype) / window.divisor
+    # float64 holds both exactly; over ranks, as the gradients are.
+    sums = torch.stack([torch.as_tensor(window.loss_sum), torch.as_tensor(window.tokens).double()])
+    loss_sum, counted = window.world.sum_(sums).unbind()
+    weight = counted.clamp_min(1).to(norm.dtype) / (window.divisor * window.world.size)
     norm = norm / weight
-    # The one place where a window is judged; ranks that train together must agree here.
+    # The one place where a window is judged. The gradients are the ranks' mean and the loss their
+    # sum, so all ranks judge alike.
     bad = ~torch.isfinite(norm + loss_sum)
     skip = bad.float() if config.nan_guard else torch.zeros_like(bad, dtype=torch.float32)
     excess = ((norm + 1e-6) / config.max_grad_norm).clamp_min(1)

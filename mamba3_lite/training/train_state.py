@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError
 from mamba3_lite.training.guard import Outcome, SpikeAlarm
 
@@ -88,9 +89,9 @@ class Boundary:
         """The one where ``state`` stands."""
         return cls(window_start, state.samples_seen, state.micro_step, log_sums, _random_state())
 
-    def rewound(self, state: TrainState) -> TrainState:
-        """``state`` as it was here."""
-        loss_sum, tokens = self.log_sums.tolist()
+    def rewound(self, state: TrainState, world: World) -> TrainState:
+        """``state`` as it was here; every rank must ask."""
+        loss_sum, tokens = world.sum_(self.log_sums.clone()).tolist()
         return dataclasses.replace(
             state, samples_seen=self.samples_seen, micro_step=self.micro_step,
             log_loss_sum=loss_sum, log_tokens=int(tokens),

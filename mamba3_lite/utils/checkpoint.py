@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mamba3_lite.errors import UserError, reading
+from mamba3_lite.utils.weights import name_some, store_once
 
 FORMAT = "mamba3-lite checkpoint 1"
 _SUFFIX = {"model": "safetensors", "optim": "pt", "meta": "json"}  # in the order of publishing
@@ -212,7 +213,7 @@ class CheckpointManager:
     ) -> None:
         model, optim, record = (self._temporary(kind, opt_step, os.getpid()) for kind in _SUFFIX)
         try:
-            unique, aliases = _store_once(model_tensors)
+            unique, aliases = store_once(model_tensors)
             save_file(unique, model, metadata={"aliases": json.dumps(aliases, sort_keys=True)})
             _save_training_state(training_state, optim)
             files = {}
@@ -295,51 +296,9 @@ class CheckpointManager:
         return Checkpoint(opt_step, model, training, record["meta"])
 
 
-def raw_module(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and data-parallel wrappers: its keys carry no prefix."""
-    for attribute in ("_orig_mod", "module", "_orig_mod"):  # either may wrap the other
-        module = getattr(module, attribute, module)
-    return module
-
-
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors`` into ``model`` in place, strictly: nothing is skipped, tied stays tied.
-
-    A compiled or data-parallel model is unwrapped first. Raises ``UserError`` naming the keys that
-    are missing, unexpected, of another shape or dtype, or that differ although the model ties them;
-    the model is then unchanged.
-    """
-    model = raw_module(model)
-    wanted = model.state_dict()
-    shared = wanted.keys() & tensors.keys()
-    mismatched = [
-        f"{key} (model {tuple(wanted[key].shape)} {wanted[key].dtype}, "
-        f"checkpoint {tuple(tensors[key].shape)} {tensors[key].dtype})"
-        for key in sorted(shared)
-        if wanted[key].shape != tensors[key].shape or wanted[key].dtype != tensors[key].dtype
-    ]
-    untied = [
-        f"{alias} and {name}"
-        for alias, name in _store_once(wanted)[1].items()
-        if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name])
-    ]
-    problems = [
-        _name_some("missing", sorted(wanted.keys() - tensors.keys())),
-        _name_some("unexpected", sorted(tensors.keys() - wanted.keys())),
-        _name_some("of another shape or dtype", mismatched),
-        _name_some("tied in the model but different", untied),
-    ]
-    if any(problems):
-        raise UserError(
-            f"weights do not fit the model: {'; '.join(filter(None, problems))}; "
-            "load them with the model configuration they were trained with"
-        )
-    model.load_state_dict(dict(tensors), strict=True)
-
-
 def estimate_bytes(model_tensors: Mapping[str, Tensor]) -> int:
     """Bytes one checkpoint will take: weights once, two AdamW moments each, 1 MiB for the rest."""
-    unique, _ = _store_once(model_tensors)
+    unique, _ = store_once(model_tensors)
     return 3 * sum(tensor.nbytes for tensor in unique.values()) + 2**20
 
 
@@ -370,17 +329,10 @@ def _parse_name(name: str) -> tuple[str, int] | None:
     return match[1], int(match[2])
 
 
-def _name_some(what: str, keys: list[str], limit: int = 3) -> str:
-    if not keys:
-        return ""
-    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return f"{len(keys)} {what}: {', '.join(keys[:limit])}{more}"
-
-
 def _require_finite(opt_step: int, tensors: Mapping[str, Tensor]) -> None:
     bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
-        which = _name_some("tensors with NaN or Inf", bad)
+        which = name_some("tensors with NaN or Inf", bad)
         raise NonFiniteWeights(f"checkpoint of step {opt_step} not written: {which}")
 
 
@@ -398,24 +350,6 @@ def _require_plain(value: Any, where: str) -> None:
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}; a training state "
             "holds only tensors, numbers, strings, None, lists, tuples and dicts"
         )
-
-
-def _store_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to write, each memory once and contiguous, and the other names: alias -> name."""
-    unique: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.data_ptr() and view in first:
-            aliases[name] = first[view]
-            continue
-        first[view] = name
-        # The format refuses tensors that overlap in memory; a view of a larger storage may.
-        whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        unique[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-    return unique, aliases
 
 
 def _save_training_state(training_state: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,131 @@
+"""The operations of one decoding step, each by a kernel or by its plain twin.
+
+``KernelOps(plan)`` and ``PlainOps()`` share one set of methods and write into given buffers, so a
+step is written once (``inference/decoder.py``) and each kernel can be held against its twin.
+
+Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N complex state width,
+W = H (P + 4 N + 1).
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.models import ssd_rotated
+from mamba3_lite.models.swiglu import plain_swiglu
+
+# Beyond this a row of weights does not fit the registers of a program at batch 1.
+LARGEST_INPUT = 16_384
+LARGEST_STATE = 256
+# Of the GPUs that this is for, 108 to 148.
+_MULTIPROCESSORS = 128
+_LINE_BYTES = 128
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class PlainOps:
+    """In PyTorch, in the precision of the operands (float64 works)."""
+
+    def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
+        """x (B, K) <- the rows of ``weight`` that ``ids`` (B,) name."""
+        x.copy_(weight[ids])
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        add: bool = False,
+    ) -> None:
+        """out (B, M) <- weight (M, K) times x (B, K).
+
+        Args:
+            norm: scales (K,) of an RMSNorm that x goes through first.
+            gated: weight is (2 M, K); out is silu of the first half times the second.
+            add: onto what ``out`` holds.
+        """
+        if norm is not None:
+            x = F.rms_norm(x, x.shape[-1:], norm, eps)
+        result = F.linear(x, weight)
+        result = plain_swiglu(result) if gated else result
+        out.copy_(out + result if add else result)
+
+    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+        """One token: state (B, H, 2 N, P) in place and y (B, H P), from proj (B, W); a (2, H)."""
+        _, heads, rows, channels = state.shape
+        parts = proj.split([heads * channels, *[heads * rows // 2] * 4, heads], -1)
+        x, *pairs = (part.unflatten(-1, (heads, -1)) for part in parts[:5])
+        result, new = ssd_rotated.step(
+            x, (pairs[0], pairs[1]), (pairs[2], pairs[3]), parts[5], (a[0], a[1]), state
+        )
+        y.copy_(result.flatten(1))
+        state.copy_(new)
+
+
+class KernelOps:
+    """The same by the kernels of ``kernels/decode.py``; tensors contiguous and on one device."""
+
+    def __init__(self, plan: Plan):
+        from mamba3_lite.kernels import decode
+
+        self.plan, self.kernels = plan, decode
+
+    def _options(self, stages: int = 1) -> dict[str, int]:
+        options = {"num_warps": self.plan.num_warps, "num_stages": stages, "PDL": self.plan.pdl}
+        return options | ({"launch_pdl": True} if self.plan.pdl else {})
+
+    def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
+        """See :meth:`PlainOps.embed`. It starts a step, so it overlaps with nothing before it."""
+        batch, width = x.shape
+        block = min(1024, _power_of_two(width))
+        self.kernels.embed_kernel[(batch, -(-width // block))](
+            ids, weight, x, K=width, BLOCK=block, PDL=self.plan.pdl, num_warps=4
+        )
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        add: bool = False,
+    ) -> None:
+        """See :meth:`PlainOps.product`."""
+        (batch, inputs), outputs = x.shape, out.shape[1]
+        kind = {"K": inputs, "M": outputs, "NORM": norm is not None, "GATED": gated, "ADD": add}
+        if batch == 1:
+            width = _power_of_two(inputs)
+            rows = max(1, self.plan.weights // width // (2 if gated else 1))
+            self.kernels.vector_kernel[(-(-outputs // rows),)](
+                x, norm, weight, out, eps, ROWS=rows, BLOCK_K=width, **kind, **self._options()
+            )
+            return
+        tile = min(self.plan.batch, max(16, _power_of_two(batch)))
+        # Narrow outputs in thin slices: a program a multiprocessor reads more at a time.
+        rows = min(self.plan.rows, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
+        lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
+        self.kernels.batch_kernel[(-(-outputs // rows), -(-batch // tile))](
+            x, norm, weight, out, eps, batch,
+            BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=self.plan.depth, LINES=_power_of_two(lines),
+            **kind, **self._options(self.plan.stages),
+        )  # fmt: skip
+
+    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+        """See :meth:`PlainOps.ssd_step`; computed in float32."""
+        batch, heads, rows, channels = state.shape
+        tile_n = _power_of_two(rows // 2)
+        tile_p = min(_power_of_two(channels), max(1, self.plan.state // tile_n))
+        self.kernels.ssd_step_kernel[(batch * heads, -(-channels // tile_p))](
+            proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
+            TILE_N=tile_n, TILE_P=tile_p, **self._options(),
+        )  # fmt: skip

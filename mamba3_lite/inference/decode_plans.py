@@ -1,0 +1,120 @@
+"""How the decoding kernels are launched: short lists, and the remembered choice.
+
+A plan changes speed, and results only by rounding. The choice for a (GPU, versions, model shape,
+precision, batch size) is kept on disk, so that equal seeds give equal text in every process.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mamba3_lite import env
+
+
+class Plan(NamedTuple):
+    """One way to launch the kernels of a step.
+
+    pdl: kernels start while their predecessor runs (compute capability 9.0 and more).
+    weights: how many weights a program of a product holds at once, at batch 1.
+    batch, rows, depth, stages: at larger batches the sequences and the most output columns of a
+        program, the slice of the inputs that a round of its loop takes, and the rounds under way.
+    state: how many numbers of a state, of one part, a program of the SSD step holds.
+    """
+
+    pdl: bool
+    num_warps: int
+    weights: int
+    batch: int
+    rows: int
+    depth: int
+    stages: int
+    state: int
+
+
+# Wide operands and small shared memories: a last resort, and what float32 takes.
+SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 2, 1024)
+VECTOR_PLANS = (
+    SMALL_PLAN._replace(pdl=True, weights=8192),
+    SMALL_PLAN._replace(pdl=True),
+    SMALL_PLAN._replace(pdl=True, num_warps=8, weights=16384),
+    SMALL_PLAN._replace(weights=8192),
+)
+BATCH_PLANS = (
+    Plan(True, 4, 8192, 64, 32, 64, 4, 2048),
+    Plan(True, 4, 8192, 64, 64, 64, 4, 2048),
+    Plan(True, 4, 8192, 32, 32, 64, 4, 2048),
+    Plan(True, 4, 8192, 64, 32, 128, 3, 4096),
+    Plan(False, 4, 8192, 64, 32, 64, 4, 2048),
+)
+
+
+def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Plan]:
+    """What is worth trying here."""
+    if device.type != "cuda":
+        return [SMALL_PLAN]
+    if batch == 1:
+        plans = [*VECTOR_PLANS, SMALL_PLAN]
+    elif dtype == torch.float32:
+        plans = [SMALL_PLAN._replace(pdl=True), SMALL_PLAN]
+    else:
+        plans = [*BATCH_PLANS, SMALL_PLAN]
+    late = torch.cuda.get_device_capability(device) >= (9, 0)
+    return [plan for plan in plans if late or not plan.pdl]
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Of the kernels, and of what decides how they are launched."""
+    package = Path(__file__).parent.parent
+    sources = (
+        "kernels/decode.py", "kernels/fused.py", "inference/decode_ops.py",
+        "inference/decode_plans.py",
+    )  # fmt: skip
+    text = b"".join((package / source).read_bytes() for source in sources)
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def key(device: torch.device, dtype: torch.dtype, shape: str) -> str:
+    """What a choice is valid for."""
+    import triton
+
+    name = torch.cuda.get_device_name(device)
+    precision = str(dtype).removeprefix("torch.")
+    return "|".join([name, f"triton {triton.__version__}", _source_hash(), precision, shape])
+
+
+def _path() -> Path:
+    return Path(env.read("MAMBA3_LITE_CACHE")).expanduser() / "decode_plans.json"
+
+
+def _entries() -> dict[str, list]:
+    """Chosen plans by key; a file that cannot be read is as good as none."""
+    try:
+        found = json.loads(_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home directory
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remembered(name: str, among: list[Plan]) -> Plan | None:
+    """The plan chosen earlier for this key, if it is one of those that are on offer now."""
+    found = _entries().get(name)
+    return next((plan for plan in among if list(plan) == found), None)
+
+
+def remember(name: str, plan: Plan) -> None:
+    """Keeps a choice; a folder that cannot be written only means choosing again next time."""
+    text = json.dumps({**_entries(), name: list(plan)}, indent=2)
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, _path())
+    except (OSError, RuntimeError):
+        return

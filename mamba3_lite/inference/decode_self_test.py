@@ -1,0 +1,79 @@
+"""Each decoding kernel against its plain twin in float64, on a model's own weights and shapes."""
+
+import torch
+from torch import Tensor
+
+from mamba3_lite.inference.decode_ops import PlainOps
+from mamba3_lite.inference.decode_weights import Buffers, Weights
+
+# Relative L2 limits: rounded operands and results alone cost 3e-3.
+_LIMITS = {torch.float32: 1e-4}
+_LIMIT_16_BITS = 1e-2
+# Of the outputs of a product, as many are compared.
+_MOST_OUTPUTS = 512
+
+
+def _some(outputs: int, device: torch.device) -> Tensor:
+    """Output columns to look at, the first and the last among them."""
+    count = min(outputs, _MOST_OUTPUTS)
+    return torch.linspace(0, outputs - 1, count, device=device, dtype=torch.float64).long()
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    tiny = torch.finfo(torch.float64).tiny
+    return float((got.double() - want).norm() / want.norm().clamp_min(tiny))
+
+
+class _Test:
+    """Runs operations both ways and keeps what was wrong first."""
+
+    def __init__(self, ops, weights: Weights, buffers: Buffers):
+        self.ops, self.weights, self.buffers = ops, weights, buffers
+        device = buffers.x.device
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.found: str | None = None
+
+    def draw(self, *tensors: Tensor) -> None:
+        """Fills buffers with normal numbers."""
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape, generator=self.generator, device=tensor.device))
+
+    def judge(self, name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+        limit, error = _LIMITS.get(dtype, _LIMIT_16_BITS), _error(got, want)
+        if self.found is None and not error <= limit:
+            self.found = f"{name} off by {error:.1e} (limit {limit:.0e})"
+
+    def product(self, name: str, x: Tensor, weight: Tensor, out: Tensor, **how) -> None:
+        self.draw(x, out)
+        columns = _some(out.shape[1], out.device)
+        rows = torch.cat([columns, columns + out.shape[1]]) if how.get("gated") else columns
+        want = out[:, columns].double()
+        twin_how = how | {"norm": how["norm"].double()} if "norm" in how else how
+        PlainOps().product(x.double(), weight[rows].double(), want, **twin_how)
+        self.ops.product(x, weight, out, **how)
+        self.judge(name, out[:, columns], want, x.dtype)
+
+    def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+        self.draw(proj, state)
+        want_state, want_y = state.double(), y.double()
+        PlainOps().ssd_step(proj.double(), a.double(), want_state, want_y)
+        self.ops.ssd_step(proj, a, state, y)
+        self.judge(f"{name}: y", y, want_y, y.dtype)
+        self.judge(f"{name}: state", state, want_state, state.dtype)
+
+
+def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
+    """What is wrong with ``ops`` here, in a few words; None if nothing is. Overwrites buffers."""
+    test, layer, b = _Test(ops, weights, buffers), weights.layers[0], buffers
+    b.ids.copy_(torch.arange(len(b.ids), device=b.ids.device) * 7919 % len(weights.embed))
+    ops.embed(b.ids, weights.embed, b.x)
+    if not torch.equal(b.x, weights.embed[b.ids]):
+        return "embed: another row"
+    eps = weights.eps
+    test.product("in_proj", b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=eps)
+    test.ssd_step("SSD step", b.proj, layer.a, b.state[0], b.y)
+    test.product("mixer", b.y, layer.mixer, b.x, add=True)
+    test.product("gate_up", b.x, layer.gate_up, b.act, norm=layer.norm2, eps=eps, gated=True)
+    test.product("down", b.act, layer.down, b.x, add=True)
+    test.product("head", b.x, weights.head, b.logits, norm=weights.norm_f, eps=eps)
+    return test.found

@@ -1,0 +1,260 @@
+"""One recurrent step a token, as fast as the device allows, with a state of constant size.
+
+``decoder_for`` gives the fused kernels in one CUDA graph where they run and are right, else the
+plain path (``models/transformer.py:Mamba3Transformer.step``); both have the same methods.
+
+Legend: B batch, V vocabulary, H heads, N complex state width, D channels of a head.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mamba3_lite import env
+from mamba3_lite.errors import UserError
+from mamba3_lite.inference import decode_plans, decode_self_test
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
+from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
+from mamba3_lite.models.ssd_fused import HAS_TRITON
+from mamba3_lite.models.transformer import Mamba3Transformer
+
+# Timed replays of a candidate: some 10 ms at batch 1.
+_WARM_UP, _TIMED = 3, 20
+
+
+class StepDecoder(Protocol):
+    """Decodes a fixed number of sequences, token by token."""
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        """Starts from one state (B, H, 2N, D) a layer, as ``forward`` returns it; copies it."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Reads ids (B,) and returns the logits (B, V), which the next step may overwrite."""
+
+    def state(self) -> list[Tensor]:
+        """A copy of the state now, one (B, H, 2N, D) float32 a layer."""
+
+
+class PlainDecoder:
+    """``Mamba3Transformer.step`` behind the same methods; ``state_dtype`` is kept between steps."""
+
+    def __init__(self, model: Mamba3Transformer, *, state_dtype: torch.dtype = torch.float32):
+        self.model, self.state_dtype = model, state_dtype
+        self._state: list[Tensor] = []
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        self._state = [self._kept(t) for t in state]
+
+    def _kept(self, state: Tensor) -> Tensor:
+        # The float64 path keeps its precision: a state is only ever narrowed on request.
+        return state.to(self.state_dtype) if self.state_dtype != torch.float32 else state
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> Tensor:
+        logits, state = self.model.step(ids, self._state)
+        self._state = [self._kept(t) for t in state]
+        return logits
+
+    def state(self) -> list[Tensor]:
+        return [t.float() if t.dtype != torch.float64 else t.clone() for t in self._state]
+
+
+def refuse(model: Mamba3Transformer) -> str | None:
+    """Why the kernels cannot decode this model where it lives, in a sentence; None if they can."""
+    device, cfg = model.embed.weight.device, model.cfg
+    interpreted = env.read("TRITON_INTERPRET") == "1"
+    if not HAS_TRITON:
+        return "Triton is not installed."
+    if device.type != "cuda" and not interpreted:
+        return f"the model is on '{device.type}', not on CUDA."
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need a GPU of compute capability 8.0 or more."
+    if model.embed.weight.dtype == torch.float64:
+        return "they compute in float32 and narrower."
+    for name, size in (("head_dim", cfg.head_dim), ("state_dim", cfg.state_dim)):
+        if size > LARGEST_STATE:
+            return f"{name}={size} exceeds {LARGEST_STATE}."
+    if (widest := max(cfg.d_model, cfg.ffn_dim, cfg.n_heads * cfg.head_dim)) > LARGEST_INPUT:
+        return f"a layer is {widest} wide, more than {LARGEST_INPUT}."
+    return None
+
+
+class Decoder:
+    """The fused kernels of a whole step, captured once as one CUDA graph with its own buffers.
+
+    Args:
+        model: gives the weights; they are prepared here, so later changes to it are not seen.
+        batch_size: sequences that are decoded together.
+        dtype: of weights and activations; None takes the model's. What has it already is shared.
+        state_dtype: float32, or bfloat16 for half the state's traffic at some drift.
+        plan: None tests the candidates against their twins and takes the fastest, once a machine.
+
+    Raises:
+        UserError: no plan gives the right results here.
+    """
+
+    def __init__(
+        self,
+        model: Mamba3Transformer,
+        batch_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        plan: Plan | None = None,
+    ):
+        self.device = model.embed.weight.device
+        dtype = dtype or model.embed.weight.dtype
+        self.weights: Weights = prepare(model, dtype)
+        self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        cfg = model.cfg
+        self._shape = (
+            f"B{batch_size}-L{cfg.n_layers}-d{cfg.d_model}-H{cfg.n_heads}-N{cfg.state_dim}"
+            f"-P{cfg.head_dim}-F{cfg.ffn_dim}-V{cfg.vocab_size}-{state_dtype}"
+        )
+        with self._on_device():
+            self.plan = self._tested(plan) if plan else self._choose(dtype, batch_size)
+        self.buffers.state.zero_()
+
+    def _on_device(self):
+        cuda = self.device.type == "cuda"
+        return torch.cuda.device(self.device) if cuda else contextlib.nullcontext()
+
+    def load(self, state: Sequence[Tensor]) -> None:
+        for own, given in zip(self.buffers.state, state, strict=True):
+            own.copy_(given)
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.buffers.ids.copy_(ids)
+        if self._graph is None:
+            self._run(KernelOps(self.plan))
+        else:
+            self._graph.replay()
+        return self.buffers.logits
+
+    def state(self) -> list[Tensor]:
+        return [t.to(torch.float32, copy=True) for t in self.buffers.state]
+
+    def _run(self, ops: KernelOps) -> None:
+        """The whole step: ids and state in, logits and state out, all in the buffers."""
+        w, b = self.weights, self.buffers
+        ops.embed(b.ids, w.embed, b.x)
+        for layer, state in zip(w.layers, b.state, strict=True):
+            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
+            ops.ssd_step(b.proj, layer.a, state, b.y)
+            ops.product(b.y, layer.mixer, b.x, add=True)
+            ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
+            ops.product(b.act, layer.down, b.x, add=True)
+        ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+
+    def _problem(self, plan: Plan) -> str | None:
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
+        except OutOfResources as problem:
+            return str(problem)
+
+    def _tested(self, plan: Plan) -> Plan:
+        problem = self._problem(plan)
+        if problem is not None:
+            raise UserError(f"the decoding kernels failed their self-test: {problem}.")
+        self._graph = self._captured(plan)
+        return plan
+
+    def _captured(self, plan: Plan) -> torch.cuda.CUDAGraph | None:
+        """The step as a graph (None where there is no CUDA: the kernels are then interpreted)."""
+        if self.device.type != "cuda":
+            return None
+        ops = KernelOps(plan)
+        here = torch.cuda.current_stream()
+        side = torch.cuda.Stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):  # kernels are compiled and loaded before a capture
+            self._run(ops)
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._run(ops)
+        return graph
+
+    def _choose(self, dtype: torch.dtype, batch: int) -> Plan:
+        """The remembered plan, or the fastest of those that give the right results."""
+        plans = decode_plans.candidates(self.device, dtype, batch)
+        if len(plans) == 1:
+            return self._tested(plans[0])
+        name = decode_plans.key(self.device, dtype, self._shape)
+        plan = decode_plans.remembered(name, plans)
+        if plan is not None:
+            return self._tested(plan)
+        found, problems = [], []
+        for plan in plans:
+            problem = self._problem(plan)
+            if problem is not None:
+                print(f"[decode] {plan} passed over: {problem}")
+                problems.append(problem)
+                continue
+            graph = self._captured(plan)
+            assert graph is not None
+            found.append((_microseconds(graph), plan, graph))
+        if not found:
+            raise UserError(f"the decoding kernels failed their self-test: {problems[0]}.")
+        took, plan, self._graph = min(found, key=lambda entry: entry[0])
+        print(f"[decode] batch {batch}: {took:.0f} us a step, the best of {len(found)} plans")
+        decode_plans.remember(name, plan)
+        return plan
+
+
+def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one replay, the median."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_WARM_UP + _TIMED + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    pairs = list(zip(marks, marks[1:], strict=False))[_WARM_UP:]
+    return 1e3 * sorted(start.elapsed_time(end) for start, end in pairs)[_TIMED // 2]
+
+
+# The last decoder of each model: preparing one takes a second, and a program that generates does it
+# again and again. The key tells when the weights have changed since.
+_idle: weakref.WeakKeyDictionary[Mamba3Transformer, tuple[object, Decoder]]
+_idle = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def decoder_for(
+    model: Mamba3Transformer, batch_size: int, *, state_dtype: torch.dtype = torch.float32
+) -> Iterator[StepDecoder]:
+    """The fastest decoder that is right where the model lives, for one user at a time.
+
+    A GPU on which the kernels cannot run or fail their self-test gets the plain path, and a line
+    that says so.
+    """
+    reason = refuse(model)
+    if reason is None:
+        weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters())
+        key = (batch_size, state_dtype, weights)
+        # Taken out while in use: whoever comes meanwhile gets one of their own.
+        held = _idle.pop(model, None)
+        try:
+            if held is None or held[0] != key:
+                held = None
+                held = key, Decoder(model, batch_size, state_dtype=state_dtype)
+        except UserError as problem:
+            reason = str(problem)
+        else:
+            try:
+                yield held[1]
+            finally:
+                _idle[model] = held
+            return
+    if model.embed.weight.device.type == "cuda":
+        print(f"[decode] plain path: {reason}")
+    yield PlainDecoder(model, state_dtype=state_dtype)

@@ -1,0 +1,223 @@
+"""One token through the model: five kernels a layer, each reading its weights or state once.
+
+Legend: B batch, H heads, P channels of a head, N complex state width, K inputs and M outputs of a
+product, W = H (P + 4 N + 1) columns of the projection (x, Re B, Im B, Re C, Im C, dt).
+
+A layer is norm and in_proj, the SSD step, the folded mixer onto the residual, norm with gate, up
+and SwiGLU, and the down product onto the residual. A step is bound by memory, and at batch 1 by the
+latency of the chain, so with PDL (programmatic dependent launch, compute capability 9.0) a kernel
+starts while its predecessor runs, and takes in what does not depend on it: its weights, or the
+state. ``griddepcontrol.wait`` then waits for all that the predecessor has written. Every kernel
+waits, so all earlier kernels are finished behind it, too.
+
+Nothing is accumulated in memory: equal inputs give equal bits.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mamba3_lite.kernels.fused import _softplus
+
+_TURNS_PER_RADIAN = tl.constexpr(0.15915494309189535)
+_RADIANS_PER_TURN = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def _announce(PDL: tl.constexpr):
+    """The next kernel may start: it waits by itself before it reads anything of ours."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def _to_l2(addresses):
+    """Asks for the cache lines at these addresses (int64), without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _load_columns(at, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns from K on are 0. A mask costs the wide loads, so where none is needed there is none.
+
+    ``k`` has the rank of ``at``.
+    """
+    if K % BLOCK_K == 0:
+        return tl.load(at)
+    return tl.load(at, mask=k < K, other=0.0)
+
+
+@triton.jit
+def embed_kernel(ids, weight, x, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (B, blocks of K): x (B, K), the rows of ``weight`` that ``ids`` (B,) int64 name."""
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(weight + tl.load(ids + row) * K + k, mask=k < K, other=0.0)
+    tl.store(x + row * K + k, values, mask=k < K)
+
+
+@triton.jit
+def vector_kernel(
+    x, norm, weight, out, eps,
+    K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of M), batch 1: out (M,) = weight (M, K) times x (K,), in float32.
+
+    NORM: x goes through RMSNorm with the scales ``norm`` (K,) first. GATED: weight is (2 M, K), and
+    out is silu of the upper half's product times the lower one's. ADD: onto what ``out`` holds.
+    """
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    # Rows beyond the end are read as the last one, and not stored.
+    at = weight + tl.minimum(row, M - 1)[:, None] * K + k[None, :]
+    w = _load_columns(at, k[None, :], K, BLOCK_K)
+    if GATED:
+        up = _load_columns(at + M * K, k[None, :], K, BLOCK_K)
+    if NORM:
+        scale = _load_columns(norm + k, k, K, BLOCK_K).to(tl.float32)
+    _wait(PDL)
+    v = _load_columns(x + k, k, K, BLOCK_K).to(tl.float32)
+    if NORM:
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * scale
+        v = v.to(x.dtype.element_ty).to(tl.float32)
+    result = tl.sum(w.to(tl.float32) * v[None, :], 1)
+    if GATED:
+        result = _silu(result) * tl.sum(up.to(tl.float32) * v[None, :], 1)
+    if ADD:
+        result += tl.load(out + row, mask=row < M, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def batch_kernel(
+    x, norm, weight, out, eps, batch,
+    K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, LINES: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of M, blocks of B): ``vector_kernel`` for x (B, K) and out (B, M).
+
+    LINES, a power of two, is at least the number of 128-byte lines of BLOCK_M rows of ``weight``.
+    """
+    _announce(PDL)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    k = tl.arange(0, BLOCK_K)
+    ELEMENT: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    if PDL:
+        # What the loop reads is on its way while the predecessor runs.
+        first = tl.program_id(0).to(tl.int64) * BLOCK_M * K * ELEMENT
+        line = tl.minimum(first + tl.arange(0, LINES) * 128, (M * K - 1) * ELEMENT)
+        _to_l2(weight.to(tl.int64) + line)
+        if GATED:
+            _to_l2(weight.to(tl.int64) + M * K * ELEMENT + line)
+    _wait(PDL)
+    # Rows beyond the end are read as the last one, and not stored.
+    x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
+    w_rows = weight + tl.minimum(m, M - 1)[None, :] * K
+    acc = tl.zeros((BLOCK_B, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_B, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_B,), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        across = (k0 + k)[None, :]
+        down = (k0 + k)[:, None]
+        a = _load_columns(x_rows + across, across, K, BLOCK_K)
+        w = _load_columns(w_rows + down, down, K, BLOCK_K)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            scale = _load_columns(norm + k0 + k, k0 + k, K, BLOCK_K).to(tl.float32)
+            a = (wide * scale[None, :]).to(a.dtype)
+        acc = tl.dot(a, w, acc, input_precision="tf32x3")
+        if GATED:
+            up = _load_columns(w_rows + M * K + down, down, K, BLOCK_K)
+            acc_up = tl.dot(a, up, acc_up, input_precision="tf32x3")
+    if NORM:
+        # The same factor for a whole row: it can come last.
+        factor = tl.rsqrt(squares / K + eps)
+        acc = acc * factor[:, None]
+        acc_up = acc_up * factor[:, None]
+    if GATED:
+        acc = _silu(acc) * acc_up
+    inside = (b < batch)[:, None] & (m < M)[None, :]
+    at = out + b[:, None] * M + m[None, :]
+    if ADD:
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _expm1_near_zero(x):
+    """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
+    total = tl.full((), 1.0, tl.float32)
+    for i in tl.static_range(8, 1, -1):
+        total = 1.0 + total * x / i
+    return total * x
+
+
+@triton.jit
+def ssd_step_kernel(
+    proj, a_re, a_im, state, y,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B H, tiles of P): h <- e^{A s} h + B x^T in place, y (B, H P) = Re(C h).
+
+    state (B, H, 2 N, P): real rows above imaginary ones; computed in float32 whatever its dtype.
+    The factor is split as in ``ssd_complex.split_factor``: near 1 only what differs from 1 is
+    rounded.
+    """
+    _announce(PDL)
+    program = tl.program_id(0).to(tl.int64)
+    head = program % H
+    n = tl.arange(0, TILE_N)
+    p = tl.program_id(1) * TILE_P + tl.arange(0, TILE_P)
+    inside = (n < N)[:, None] & (p < P)[None, :]
+    at = state + program * (2 * N * P) + n[:, None] * P + p[None, :]
+    # The state is of the last token, so it need not wait.
+    h_re = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    h_im = tl.load(at + N * P, mask=inside, other=0.0).to(tl.float32)
+    alpha = tl.load(a_re + head)
+    turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
+    _wait(PDL)
+    row = proj + (program // H) * (H * (P + 4 * N + 1))
+    x = tl.load(row + head * P + p, mask=p < P, other=0.0).to(tl.float32)
+    pairs = row + H * P + head * N + n
+    b_re = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
+    b_im = tl.load(pairs + H * N, mask=n < N, other=0.0).to(tl.float32)
+    c_re = tl.load(pairs + 2 * H * N, mask=n < N, other=0.0).to(tl.float32)
+    c_im = tl.load(pairs + 3 * H * N, mask=n < N, other=0.0).to(tl.float32)
+    s = _softplus(tl.load(row + H * (P + 4 * N) + head).to(tl.float32))
+
+    turn = turns * s.to(tl.float64)
+    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+    size = tl.exp(alpha * s)
+    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
+    half = tl.sin(angle * 0.5)
+    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
+    near_one = _expm1_near_zero(alpha * s) * tl.cos(angle) - 2.0 * half * half
+    real = tl.where(whole > 0.0, near_one, size * tl.cos(angle))
+    imag = size * tl.sin(angle)
+    new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
+    new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
+    tl.store(at, new_re.to(state.dtype.element_ty), mask=inside)
+    tl.store(at + N * P, new_im.to(state.dtype.element_ty), mask=inside)
+    read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
+    tl.store(y + program * P + p, read.to(y.dtype.element_ty), mask=p < P)

@@ -1,0 +1,110 @@
+"""Checks of the decoding kernels, shared by the interpreted run and the runs on CUDA."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mamba3_lite.inference.decode_ops import KernelOps, PlainOps
+from mamba3_lite.models.mamba_block import Mamba3Block
+from mamba3_lite.models.transformer import Mamba3Transformer
+
+MODEL = {
+    "vocab_size": 61, "d_model": 24, "n_layers": 2, "n_heads": 2, "head_dim": 16, "state_dim": 8,
+    "ffn_dim": 40, "ssd_dispatch": "rotated",
+}  # fmt: skip
+# The interpreter cuts bfloat16 off where a GPU rounds it.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Inputs and outputs of a product: tiles filled, ragged, and smaller than any tile.
+PRODUCTS = ((32, 64), (24, 61), (100, 40), (7, 3), (64, 129))
+# heads, state_dim, head_dim
+HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape).to(device, dtype)
+
+
+def assert_product(
+    ops: KernelOps, batch: int, shape: tuple[int, int], dtype: torch.dtype, device: str, **how: Any
+) -> None:
+    """Against the twin in float64; ``out`` keeps what stands around it."""
+    inputs, outputs = shape
+    x = draw(batch, inputs, dtype=dtype, device=device)
+    weight = draw(outputs * (1 + how.get("gated", False)), inputs, dtype=dtype, device=device)
+    if how.pop("normed", False):
+        how |= {"norm": draw(inputs, dtype=dtype, device=device), "eps": 1e-5}
+    room = draw(batch + 2, outputs, dtype=dtype, device=device)
+    out, before = room[1:-1], room.clone()
+    want = out.double()
+    wide = how | ({"norm": how["norm"].double()} if "norm" in how else {})
+    PlainOps().product(x.double(), weight.double(), want, **wide)
+    ops.product(x, weight, out, **how)
+    # A product of two products is off by both.
+    assert relative(out, want) < LIMITS[dtype] * (2 if how.get("gated") else 1)
+    assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
+
+
+def assert_ssd_step(
+    ops: KernelOps, batch: int, sizes: tuple[int, int, int], dtype: torch.dtype,
+    state_dtype: torch.dtype, device: str, raw_dt: float = 0.0, slow: float = -1e-3,
+) -> None:  # fmt: skip
+    """A few tokens in a row against the twin in float64."""
+    heads, width, channels = sizes
+    a = torch.stack([torch.linspace(-1, slow, heads), torch.linspace(0.5, 3.14, heads)]).to(device)
+    state = draw(batch, heads, 2 * width, channels, dtype=state_dtype, device=device)
+    wide, y = state.double(), draw(batch, heads * channels, dtype=dtype, device=device)
+    want = y.double()
+    for _ in range(3):
+        proj = draw(batch, heads * (channels + 4 * width + 1), dtype=dtype, device=device)
+        proj[:, -heads:] += raw_dt
+        ops.ssd_step(proj, a, state, y)
+        PlainOps().ssd_step(proj.double(), a.double(), wide, want)
+        assert relative(y, want) < 3 * LIMITS[max(dtype, state_dtype, key=LIMITS.__getitem__)]
+        assert relative(state, wide) < 3 * LIMITS[state_dtype]
+    assert state.dtype == state_dtype
+
+
+def model(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Mamba3Transformer:
+    """Random, but with decays, mixers and norms that are not those of a fresh model."""
+    torch.manual_seed(0)
+    found = Mamba3Transformer({**MODEL, "init_std": 0.2, **changes})
+    with torch.no_grad():
+        for block in found.layers:
+            assert isinstance(block, Mamba3Block)
+            block.A += torch.complex(torch.rand(len(block.A)), torch.randn(len(block.A)))
+            block.mimo.mix.weight += 0.1 * torch.randn_like(block.mimo.mix.weight)
+            block.norm1.weight += 0.1 * torch.randn_like(block.norm1.weight)
+            block.norm2.weight += 0.1 * torch.randn_like(block.norm2.weight)
+    found = found.to(device).eval()
+    return found.bfloat16() if dtype == torch.bfloat16 else found
+
+
+@contextlib.contextmanager
+def planted(folder: Path, old: str, new: str) -> Iterator[ModuleType]:
+    """The kernels with one piece of their source replaced, in the place of the right ones."""
+    from mamba3_lite.kernels import decode
+
+    assert decode.__file__ is not None
+    source = Path(decode.__file__).read_text(encoding="utf-8")
+    assert old in source, f"the kernels do not say {old!r} any more"
+    path = folder / "variant.py"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("variant", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("embed_kernel", "vector_kernel", "batch_kernel", "ssd_step_kernel"):
+            patch.setattr(decode, name, getattr(module, name))
+        yield module

@@ -1,0 +1,111 @@
+"""Without a GPU: every launch of a decoding step compiles for A100 and H200, and fits them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mamba3_lite import env
+from mamba3_lite.inference import decode_weights
+from mamba3_lite.inference.decode_ops import KernelOps
+from mamba3_lite.inference.decode_plans import BATCH_PLANS, SMALL_PLAN, VECTOR_PLANS, Plan
+from mamba3_lite.inference.decoder import Decoder
+from mamba3_lite.models import ssd_triton
+from mamba3_lite.models.transformer import ModelConfig
+from tests.fused_checks import Launch, _Watched
+from tests.interp.test_fused_aot import assert_fits, distinct
+from tests.interp.test_per_chunk_aot import stack_bytes
+
+pytestmark = pytest.mark.skipif(
+    not ssd_triton.HAS_TRITON or env.read("TRITON_INTERPRET") == "1",
+    reason="needs Triton, compiling and not interpreting",
+)
+KERNELS = ("embed_kernel", "vector_kernel", "batch_kernel", "ssd_step_kernel")
+PRODUCTION = ModelConfig(n_layers=1)
+NEWEST, OLDEST = 90, 80
+
+
+def launches(
+    plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> list[Launch]:
+    """What one step of a model would launch; nothing runs, and nothing has memory."""
+    from mamba3_lite.kernels import decode
+
+    found: list[Launch] = []
+    buffers = decode_weights.make_buffers(cfg, batch, dtype, state_dtype, torch.device("meta"))
+    width = cfg.n_heads * cfg.head_dim
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    projected = buffers.proj.shape[1]
+    layer = decode_weights.LayerWeights(
+        norm1=empty(cfg.d_model), in_proj=empty(projected, cfg.d_model),
+        a=torch.empty(2, cfg.n_heads, device="meta"), mixer=empty(cfg.d_model, width),
+        norm2=empty(cfg.d_model), gate_up=empty(2 * cfg.ffn_dim, cfg.d_model),
+        down=empty(cfg.d_model, cfg.ffn_dim),
+    )  # fmt: skip
+    embed = empty(cfg.vocab_size, cfg.d_model)
+    decoder = object.__new__(Decoder)
+    decoder.weights = decode_weights.Weights(embed, [layer], empty(cfg.d_model), embed, 1e-5)
+    decoder.buffers = buffers
+    with pytest.MonkeyPatch.context() as patch:
+        for name in KERNELS:
+            patch.setattr(decode, name, _Watched(getattr(decode, name), found, False))
+        decoder._run(KernelOps(plan))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def supported(plan: Plan, arch: int) -> Plan:
+    return plan if arch >= NEWEST else plan._replace(pdl=False)
+
+
+@pytest.mark.parametrize("arch", [OLDEST, NEWEST])
+@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0])])
+def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
+    plan = supported(plan, arch)
+    found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
+    assert len(found) == 7, "five a layer, the embedding and the head"
+    for launch in distinct(found):
+        compiled = assert_fits(launch, arch)
+        stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+        assert stack <= 256, (launch.kernel.__name__, stack)
+        code = compiled.asm["ptx"]
+        assert ("griddepcontrol" in code) is plan.pdl
+        if launch.kernel.__name__ in ("vector_kernel", "ssd_step_kernel") and plan.pdl:
+            early, late = code.split("griddepcontrol.wait")
+            # Weights and state are under way before the wait, and nothing else is.
+            assert "griddepcontrol.launch_dependents" in early
+            assert len(re.findall(r"ld\.global", early)) >= 2
+            assert "ld.global" in late and "st.global" not in early
+            assert re.findall(r"ld\.global\.v4", early)
+        elif launch.kernel.__name__ == "batch_kernel" and plan.pdl:
+            early = code.split("griddepcontrol.wait")[0]
+            assert "prefetch.global.L2" in early and "ld.global" not in early
+            assert "cp.async" not in early
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("arch", [OLDEST, NEWEST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_campaign_every_launch_compiles_and_fits(dtype, arch):
+    odd = ModelConfig(
+        vocab_size=1009, d_model=100, n_layers=1, n_heads=3, head_dim=40, state_dim=100, ffn_dim=300
+    )
+    wide = ModelConfig(n_layers=1, n_heads=8, head_dim=256, state_dim=256, ffn_dim=8192)
+    every = []
+    for cfg in (PRODUCTION, odd, wide):
+        for batch in (1, 2, 64):
+            for state in (torch.float32, torch.bfloat16):
+                narrow = VECTOR_PLANS if batch == 1 else BATCH_PLANS
+                plans = (SMALL_PLAN, *(() if dtype == torch.float32 and batch > 1 else narrow))
+                for plan in plans:
+                    every += launches(supported(plan, arch), cfg, batch, dtype, state)
+    for launch in distinct(every):
+        assert_fits(launch, arch)

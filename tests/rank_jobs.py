@@ -1,0 +1,87 @@
+"""What one rank of a test does: ``python -m tests.rank_jobs FOLDER JOBS``, JOBS as JSON.
+
+A job is ``[kind, name, changes]``: changes of the configuration of :func:`tests.runs.config`, and
+under ``_`` what the job itself is told. Every rank writes ``FOLDER/NAME/rank_R.json``.
+"""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba3_lite.distributed.world import World, join_world
+from mamba3_lite.training.losses import IGNORE_INDEX
+from mamba3_lite.training.pretrain import Pretrainer
+from mamba3_lite.utils.weights import whole_weights
+from tests import runs
+
+
+class Watched(Pretrainer):
+    """Keeps what it sees; hides targets by their content, so that ranks count unlike many."""
+
+    told: dict[str, Any]
+
+    def _micro_step(self, *batch: Tensor) -> None:
+        tokens, targets = batch[:2]
+        self.seen += [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens]
+        # A third of what follows an odd first token does not count.
+        hidden = (tokens[:, :1] % 2 == 1) & (targets % 3 == 0)
+        mine = self.world.rank == self.told.get("rank", self.world.size - 1)
+        now = self.state.micro_step
+        hook = None
+        if mine and now == self.told.get("nan_loss_at", -1):
+            hook = self.model.norm_f.register_forward_hook(lambda m, i, out: out * math.nan)
+        if mine and now in self.told.get("nan_gradient_at", ()):
+            hook = self.model.layers[0].register_full_backward_hook(
+                lambda m, i, out: tuple(g if g is None else g * math.nan for g in i)
+            )
+        super()._micro_step(tokens, targets.masked_fill(hidden, IGNORE_INDEX), *batch[2:])
+        if hook is not None:
+            hook.remove()
+        if mine and self.state.micro_step == self.told.get("signal_at", -1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(world: World, folder: Path, told: dict[str, Any], changes: dict[str, Any]) -> dict:
+    """Trains (or goes on) in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = runs.config(folder.parent, **{"checkpoint_dir": str(folder / "run"), **changes})
+    trainer = Watched(settings, world=world)
+    trainer.told, trainer.seen = told, []
+    code = trainer.train()
+    weights = whole_weights(trainer.model, keep=True)
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(torch.view_as_real(w).numpy().tobytes() if (w := weights[name]).is_complex()
+                      else w.numpy().tobytes())  # fmt: skip
+    return {
+        "code": code, "seen": trainer.seen, "weights": digest.hexdigest(),
+        "tied": trainer.model.lm_head.weight is trainer.model.embed.weight,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "state": trainer.state.to_dict(),
+    }  # fmt: skip
+
+
+def main(folder: Path, jobs: list) -> None:
+    torch.set_num_threads(1)
+    with join_world(60) as world:
+        for name, changes in jobs:
+            told = changes.pop("_", {})
+            world.gather(None)  # a folder that another rank has not left yet
+            try:
+                found = train(world, folder / name, told, changes)
+            except RuntimeError as problem:
+                found = {"error": str(problem)}
+            path = folder / name / f"rank_{world.rank}.json"
+            path.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
