@@ -95,6 +95,14 @@ def test_a_choice_is_scored_behind_its_context(subject, tmp_path):
     assert right >= 2, "the model knows its sentences"
 
 
+def test_a_longer_choice_may_win_per_character(subject, monkeypatch):
+    scores = [(-4.0, False), (-6.0, False), (-1.0, True), (-2.0, False)]
+    monkeypatch.setattr(choices, "loglikelihoods", lambda *_, **__: scores)
+    questions = [Question("", ("ab", "abcdef"), 1), Question("", ("ab", "abc"), 0)]
+    result = choices.measure(subject, questions, name="q")
+    assert result["accuracy"]["value"] == 0.5 and result["accuracy_normalised"]["value"] == 1
+
+
 def test_choices_do_not_depend_on_the_batch(run, subject):
     questions = [
         Question(text[:cut], (text[cut:], text[:cut], "x"), 0)
@@ -277,6 +285,7 @@ def test_a_run_without_validation_data_needs_some(run, tmp_path):
 
     subject = load_subject(run.folder, device="cpu")
     del subject.training["val_data_path"]
-    how = {"data": [], "text": [], "field": "text", "tokenizer": None, "modes": [], "limit": None}
+    how = {"data": [], "text": [], "text_field": "text", "tokenizer": None, "limit": None}
+    how |= {"window": None, "stride": None, "documents": False}
     with pytest.raises(UserError, match="names no validation data"):
         _perplexity(subject, tmp_path, **how)

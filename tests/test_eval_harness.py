@@ -68,6 +68,12 @@ def test_answers_come_in_the_order_of_the_requests_whatever_the_batch(run):
             assert got == (pytest.approx(want[0], rel=1e-5), want[1])
         assert text_scores == pytest.approx(found[0][1], rel=1e-5)
         assert generated == found[0][2]
+    answers = Answers(load_subject(run.folder, device="cpu"))
+    alone = [answers.generate([context])[0] for context in contexts]
+    assert alone == found[0][2] and len(set(alone)) > 5
+    scores = [answers.loglikelihood([pair])[0][0] for pair in asked]
+    assert scores == pytest.approx([score for score, _ in found[0][0]], rel=1e-5)
+    assert [answers.rolling([t])[0] for t in texts] == pytest.approx(found[0][1], rel=1e-5)
     assert found[0][0][-1] == (0, True) and found[0][1][-1] == 0, "nothing is certain"
 
 

@@ -156,6 +156,7 @@ def wrong_arrows(module: str, names: list[str]) -> list[str]:
 
 def test_the_table_is_read_whole() -> None:
     assert LEVELS["errors"] == 0 and LEVELS["kernels"] == 1 and LEVELS["cli"] == 6
+    assert LEVELS["inference"] < LEVELS["evaluation"] == 4 < LEVELS["measure"]
     assert set(LEVELS.values()) == set(range(7))
 
 

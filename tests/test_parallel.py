@@ -21,6 +21,8 @@ GEOMETRY = {
     2: {"batch_size": 2, "gradient_accumulation_steps": 2},
     4: {"batch_size": 1, "gradient_accumulation_steps": 2},
 }  # fmt: skip
+# So that the matrix of who goes on with what holds both.
+FORMATS = {"ddp": "files", "fsdp": "sharded"}
 LONG = {"max_steps": 20, "save_every": 100}
 STOP_AT, VAL_WINDOWS = 15, 13
 
@@ -58,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             jobs.append((f"whole-{mode}-{n}", {**shared, **LONG, **validation}))
             if mode == "hsdp":
                 continue
-            jobs.append((f"stopped-{mode}-{n}", {**shared, "_": {"signal_at": STOP_AT}}))
+            told = {"checkpoint_format": FORMATS[mode], "_": {"signal_at": STOP_AT}}
+            jobs.append((f"stopped-{mode}-{n}", {**shared, **told}))
             for kind, told in (
                 ("loss", {"nan_loss_at": 5}), ("gradient", {"nan_gradient_at": [5]}),
                 ("always", {"nan_gradient_at": list(range(12, 30))}),
@@ -135,7 +138,10 @@ def test_uneven_validation_has_the_value_of_one_process(folder: Path, mode: str,
 def test_a_signal_to_one_rank_stops_and_saves_all(folder: Path, mode: str, n: int) -> None:
     assert [one["code"] for one in said(folder, f"stopped-{mode}-{n}")] == [143] * n
     # Inside the window that micro-step 15 opened: the boundary before it is what was saved.
-    assert (folder / f"stopped-{mode}-{n}" / "run" / "meta_step_7.json").is_file()
+    run = folder / f"stopped-{mode}-{n}" / "run"
+    assert (run / "meta_step_7.json").is_file()
+    parts = [path.name for path in run.glob("shards_step_7/__*")]
+    assert len(parts) == (n if mode == "fsdp" else 0)
 
 
 @pytest.mark.parametrize("saved, size, mode, n", [(*a, *b) for a in BOTH for b in BOTH])

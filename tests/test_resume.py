@@ -197,7 +197,7 @@ def test_equal_tokens_with_another_geometry_give_the_same_losses(whole, tmp_path
         assert got[opt_step] == pytest.approx(sum(want[opt_step]) / 2, abs=1e-5)
 
 
-def kill_and_resume(folder: Path, kills: int, seed: int) -> list[str]:
+def kill_and_resume(folder: Path, kills: int, seed: int, checkpoint_format: str) -> list[str]:
     """Runs the command line in processes that are killed at random moments, then to the end.
 
     Returns what went wrong.
@@ -208,7 +208,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int) -> list[str]:
         "micro_batch_size": 3, "gradient_accumulation_steps": 2, "total_steps": 150,
         "warmup_steps": 3, "lr": 3e-3, "compile": False, "grad_checkpoint": False,
         "save_interval": 3, "log_interval": 2, "save_dir": body["checkpoint_dir"],
-        "keep_last": 3, "tensorboard": False,
+        "keep_last": 3, "tensorboard": False, "checkpoint_format": checkpoint_format,
     }  # fmt: skip
     data = {"train_data_path": body["data_path"], "order": "shuffled"}
     path = folder / "run.yaml"
@@ -247,8 +247,9 @@ def newest(run: Path) -> int:
     return max(steps, default=0)
 
 
+@pytest.mark.parametrize("checkpoint_format", ["files", "sharded"])
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.campaign)])
-def test_kills_at_random_moments_lose_nothing(tmp_path, kills):
+def test_kills_at_random_moments_lose_nothing(tmp_path, kills, checkpoint_format):
     """SIGKILL during training and saving, each followed by a resume.
 
     The final weights are bit for bit those of the quiet run.
@@ -256,8 +257,8 @@ def test_kills_at_random_moments_lose_nothing(tmp_path, kills):
     quiet, killed = tmp_path / "quiet", tmp_path / "killed"
     quiet.mkdir()
     killed.mkdir()
-    assert kill_and_resume(quiet, 0, seed=0) == []
-    assert kill_and_resume(killed, kills, seed=kills) == []
+    assert kill_and_resume(quiet, 0, 0, "files") == []
+    assert kill_and_resume(killed, kills, kills, checkpoint_format) == []
     assert_same_weights(final_weights(killed / "run"), final_weights(quiet / "run"))
     assert losses(killed / "run") == losses(quiet / "run")
     leftovers = [p.name for p in (killed / "run").iterdir() if "tmp" in p.name]

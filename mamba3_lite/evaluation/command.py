@@ -1,6 +1,6 @@
 """The command ``eval``: perplexity, tasks and multiple choice of a trained model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +10,45 @@ import typer
 from mamba3_lite import hardware
 from mamba3_lite.errors import UserError
 from mamba3_lite.evaluation import choices as multiple_choice
-from mamba3_lite.evaluation import harness, perplexity, record
+from mamba3_lite.evaluation import harness, record
 from mamba3_lite.evaluation.corpus import shard_corpus, text_corpus
-from mamba3_lite.evaluation.perplexity import Mode, windowed
+from mamba3_lite.evaluation.perplexity import Mode, save_picture, windowed
+from mamba3_lite.evaluation.perplexity import measure as measure_perplexity
 from mamba3_lite.evaluation.subject import Subject, load_subject
+
+
+def evaluate(
+    run_dir: str,
+    *,
+    perplexity: Mapping[str, Any] | None,
+    tasks: Sequence[str],
+    choices: Sequence[str],
+    limit: int | None,
+    out: str | None,
+    task_options: Mapping[str, Any],
+    load_options: Mapping[str, Any],
+) -> None:
+    """Measures what is asked for, and writes a record of each.
+
+    Args:
+        perplexity: options of :func:`_perplexity`; None: not that.
+        task_options: of :func:`mamba3_lite.evaluation.harness.measure`.
+        load_options: of :func:`mamba3_lite.evaluation.subject.load_subject`.
+    """
+    if tasks:
+        harness.harness_class()  # before a checkpoint takes its time
+    questions = {path: multiple_choice.read_questions(path, limit=limit) for path in choices}
+    subject = load_subject(run_dir, **load_options)
+    folder = Path(out or Path(subject.checkpoint["folder"]) / record.FOLDER)
+    record.require_writable(folder)
+    if perplexity is not None:
+        _perplexity(subject, folder, limit=limit, **perplexity)
+    if tasks:
+        settings = {**task_options, "limit": limit}
+        _keep("tasks", subject, settings, harness.measure(subject, tasks, **settings), folder)
+    if questions:
+        found = [multiple_choice.measure(subject, some, name=p) for p, some in questions.items()]
+        _keep("choices", subject, {"limit": limit}, found, folder)
 
 
 def _perplexity(
@@ -22,12 +57,15 @@ def _perplexity(
     *,
     data: Sequence[str],
     text: Sequence[str],
-    field: str,
+    text_field: str,
     tokenizer: str | None,
-    modes: Sequence[Mode],
+    window: int | None,
+    stride: int | None,
+    documents: bool,
     limit: int | None,
 ) -> None:
     """Of each data path, of all texts together, or of the run's own validation data."""
+    modes = _modes(window, stride, documents, subject.scorer.model.cfg.max_seq_len)
     if not data and not text:
         own = subject.training.get("val_data_path")
         if not own:
@@ -37,20 +75,20 @@ def _perplexity(
         data = [own]
     corpora = [shard_corpus(path, subject, tokenizer=tokenizer) for path in data]
     if text:
-        corpora.append(text_corpus(text, subject, field=field))
+        corpora.append(text_corpus(text, subject, field=text_field))
     results = [
-        perplexity.measure(subject.scorer, corpus, mode, limit=limit)
+        measure_perplexity(subject.scorer, corpus, mode, limit=limit)
         for corpus in corpora
         for mode in modes
     ]
     for row in results:
         print(f"{row['data']}, {row['mode']}: loss by the number of tokens read before")
         for bucket in row["by_context"]:
-            reach = f"{bucket['from']:,} - {bucket['to']:,}"
-            print(f"{reach:>19}  {bucket['loss']:8.4f} nat  {bucket['tokens']:>12,} tokens")
+            reach = f"{bucket['from']:,} to {bucket['to']:,}"
+            print(f"{reach:>22}  {bucket['loss']:8.4f} nat  {bucket['tokens']:>12,} tokens")
     path = _keep("perplexity", subject, {"limit": limit}, results, out)
     picture = path.with_suffix(".png")
-    drawn = perplexity.save_picture(results, picture)
+    drawn = save_picture(results, picture)
     print(f"picture: {picture}" if drawn else 'no picture: pip install "mamba3-lite[plots]"')
 
 
@@ -81,15 +119,14 @@ def _keep(kind: str, subject: Subject, settings: dict[str, Any], results: Any, o
 
 def eval_command(
     run_dir: Annotated[str, typer.Argument(help="Run folder, checkpoint file or exported folder.")],
-    perplexity_: Annotated[
+    perplexity: Annotated[
         bool, typer.Option("--perplexity", help="Of --data and --text; default: the run's own.")
     ] = False,
     data: Annotated[
         list[str] | None, typer.Option(help="Token data, as prepare writes; may be repeated.")
     ] = None,
     text: Annotated[
-        list[str] | None,
-        typer.Option(help="File of text or JSON lines; may be repeated."),
+        list[str] | None, typer.Option(help="File of text or JSON lines; may be repeated.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="Of JSON lines: what holds the text.")] = "text",
     window: Annotated[
@@ -144,30 +181,19 @@ def eval_command(
 
     mamba3-lite eval runs/quickstart --choices questions.jsonl
     """
-    wanted = perplexity_ or documents or any((data, text, window, stride))
+    wanted = perplexity or documents or any((data, text, window, stride))
     if not (wanted or tasks or choices):
         raise UserError("nothing to evaluate: give --perplexity, --tasks or --choices.")
-    if tasks:
-        harness.harness_class()  # before a checkpoint takes its time
-    questions = {path: multiple_choice.read_questions(path, limit=limit) for path in choices or []}
-    subject = load_subject(
-        run_dir, opt_step=opt_step, tokenizer=tokenizer, device=device, dtype=dtype,
-        batch_tokens=batch_tokens, batch_size=batch_size,
+    what = {
+        "data": data or [], "text": text or [], "text_field": text_field, "tokenizer": tokenizer,
+        "window": window, "stride": stride, "documents": documents,
+    }  # fmt: skip
+    how = {
+        "opt_step": opt_step, "tokenizer": tokenizer, "device": device, "dtype": dtype,
+        "batch_tokens": batch_tokens, "batch_size": batch_size,
+    }  # fmt: skip
+    evaluate(
+        run_dir, perplexity=what if wanted else None, tasks=tasks.split(",") if tasks else [],
+        choices=choices or [], limit=limit, out=out, load_options=how,
+        task_options={"include_path": include_path, "num_fewshot": num_fewshot},
     )  # fmt: skip
-    folder = Path(out or Path(subject.checkpoint["folder"]) / record.FOLDER)
-    record.require_writable(folder)
-    if wanted:
-        trained = subject.scorer.model.cfg.max_seq_len
-        _perplexity(
-            subject, folder, data=data or [], text=text or [], field=text_field,
-            tokenizer=tokenizer, modes=_modes(window, stride, documents, trained), limit=limit,
-        )  # fmt: skip
-    if tasks:
-        settings: dict[str, Any] = {
-            "include_path": include_path, "num_fewshot": num_fewshot, "limit": limit,
-        }  # fmt: skip
-        results = harness.measure(subject, tasks.split(","), **settings)
-        _keep("tasks", subject, settings, results, folder)
-    if questions:
-        found = [multiple_choice.measure(subject, some, name=p) for p, some in questions.items()]
-        _keep("choices", subject, {"limit": limit}, found, folder)

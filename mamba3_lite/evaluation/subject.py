@@ -54,7 +54,8 @@ class Subject:
 
     def text(self, text: str) -> Passage:
         """All of a text, its first token predicted from an EOS as that of any document."""
-        return self._passage([self.tokenizer.eos_id], self.tokenizer.encode(text))
+        ids = [self.tokenizer.eos_id, *self.tokenizer.encode(text)]
+        return Passage(np.array(ids, np.int64), 1)
 
     def pair(self, context: str, continuation: str) -> Passage:
         """A continuation behind its context, split as lm-evaluation-harness splits them.
@@ -69,10 +70,6 @@ class Subject:
         before = self.tokenizer.encode(context)
         whole = self.tokenizer.encode(context + continuation)
         return Passage(np.array(whole, np.int64), len(before))
-
-    @staticmethod
-    def _passage(before: list[int], ids: list[int]) -> Passage:
-        return Passage(np.array(before + ids, np.int64), len(before))
 
 
 def load_subject(

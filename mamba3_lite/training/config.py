@@ -83,6 +83,9 @@ class TrainingConfig:
         "", "run folder, checkpoint or export whose weights the run starts from; empty: random",
         resume="refused",
     )  # fmt: skip
+    checkpoint_format: str = _knob(
+        "files", "files: three, by one rank; sharded: a part by each rank, while training goes on"
+    )
     parallel_mode: str = _knob("auto", "how ranks share the model: auto, ddp, fsdp or hsdp")
     shard_ranks: int = _knob(0, "ranks that share one copy under hsdp; 0: those of a host")
     rank_timeout_sec: float = _knob(600.0, "a rank that others wait for so long ends the run")
@@ -120,6 +123,7 @@ class TrainingConfig:
 
 TrainConfig = TrainingConfig
 
+CHECKPOINT_FORMATS = ("files", "sharded")
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 _PARALLEL_FIELDS = ("parallel_mode", "shard_ranks", "rank_timeout_sec")
 
@@ -252,7 +256,7 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
     need(config.rank_timeout_sec > 0, "rank_timeout_sec", "positive")
     for name, names in (
         ("data_order", DATA_ORDERS), ("compile_mode", COMPILE_MODES),
-        ("parallel_mode", PARALLEL_MODES),
+        ("parallel_mode", PARALLEL_MODES), ("checkpoint_format", CHECKPOINT_FORMATS),
     ):  # fmt: skip
         value = getattr(config, name)
         need(value in names, name, f"one of {', '.join(names)}{nearest(value, names)}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mamba3_lite.utils.weights import as_held, gathered
+from mamba3_lite.utils.weights import as_held, as_spread, gathered
 
 if TYPE_CHECKING:
     from mamba3_lite.training.config import TrainingConfig
@@ -112,6 +112,19 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict:
         if state:
             whole[index] = state
     return {**saved, "state": whole}
+
+
+def spread_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict]:
+    """Its moments as ``optim.INDEX.NAME``, sharded ones as this rank's part; and its groups."""
+    saved = optimizer.state_dict()
+    tensors = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        shards = parameter.shards if isinstance(parameter, PlainView) else None
+        for name, value in saved["state"].get(index, {}).items():
+            if shards is not None and value.dim():
+                value = as_spread(value, shards)
+            tensors[f"optim.{index}.{name}"] = value
+    return tensors, {"param_groups": saved["param_groups"]}
 
 
 def _as_held(value: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -27,12 +27,13 @@ from mamba3_lite.training.config import (
 )
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.meter import Meter
-from mamba3_lite.training.optim import build_optimizer, load_optimizer, whole_state
+from mamba3_lite.training.optim import build_optimizer, load_optimizer
 from mamba3_lite.training.parallel import chosen_mode, parallelize
 from mamba3_lite.training.profile import MicroStepProfiler
 from mamba3_lite.training.run_data import open_data
 from mamba3_lite.training.run_lock import RunLock
 from mamba3_lite.training.run_record import write_run_record
+from mamba3_lite.training.saver import Saver
 from mamba3_lite.training.schedule import build_schedule, resume_schedule
 from mamba3_lite.training.start import may_go_on, start_from
 from mamba3_lite.training.step import settle, train_step
@@ -42,12 +43,11 @@ from mamba3_lite.training.validation import EvaluationStopped, evaluate
 from mamba3_lite.utils.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    CheckpointWriteError,
     estimate_bytes,
     require_free_space,
 )
 from mamba3_lite.utils.logging import TrainingLogger
-from mamba3_lite.utils.weights import load_weights, whole_weights
+from mamba3_lite.utils.weights import load_weights
 
 __all__ = ["Pretrainer", "TrainConfig", "TrainingConfig", "main", "train_step"]
 
@@ -116,6 +116,7 @@ class Pretrainer:
             self._open_data()
         self._lock: RunLock | None = None
         self.checkpoints: CheckpointManager | None = None
+        self._saver: Saver | None = None
         with self.world.same_fate():
             if self.run_dir is not None and self.world.leads:
                 self._lock = RunLock(self.run_dir)
@@ -133,7 +134,8 @@ class Pretrainer:
                 self.run_dir, keep_last=config.keep_last, keep_every=config.keep_every,
                 log=self._notes.append,
             )  # fmt: skip
-        checkpoint = self._load(resume)
+            self._saver = Saver(self.checkpoints, world, checkpoint_format=config.checkpoint_format)
+        checkpoint = None if self._saver is None else self._saver.load(resume)
         with world.same_fate():
             if checkpoint is not None:
                 data = self.dataset.fingerprint
@@ -159,20 +161,6 @@ class Pretrainer:
         stand_in = DRY_RUN_OPT_STEPS * self.config.samples_per_step if self.dry_run else 0
         data = open_data(self.config, stand_in=stand_in, log=self._notes.append)
         self.dataset, self.order, self.val_dataset = data
-
-    def _load(self, opt_step: int | None) -> Checkpoint | None:
-        """The checkpoint to go on from, the same on every rank: the leader finds and mends it."""
-        if self.checkpoints is None:
-            return None
-        checkpoint = None
-        with self.world.same_fate():
-            if self.world.leads:
-                checkpoint = self.checkpoints.load(opt_step)
-        found = self.world.from_leader(None if checkpoint is None else checkpoint.opt_step)
-        with self.world.same_fate():
-            if found is not None and checkpoint is None:
-                checkpoint = self.checkpoints.load(found)
-        return checkpoint
 
     def _make_model(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
@@ -432,10 +420,9 @@ class Pretrainer:
 
     def _save(self, *, at_end: bool) -> None:
         """Writes a checkpoint of the last boundary: an open window is replayed."""
-        if self.checkpoints is None:
+        if self._saver is None:
             return
-        world = self.world
-        state = self._boundary.rewound(self.state, world)
+        state = self._boundary.rewound(self.state, self.world)
         meta = {
             "state": state.to_dict(),
             "config": dataclasses.asdict(self.config),
@@ -443,25 +430,26 @@ class Pretrainer:
             "model": dataclasses.asdict(self.model.cfg),
             "wandb_id": self.logger.wandb_id,
             "init_from": self._init_from,
-            "ranks": world.size,
+            "ranks": self.world.size,
         }
-        weights = whole_weights(self.model, keep=world.leads)
-        moments = whole_state(self.optimizer, keep=world.leads)
-        problem = None
-        if world.leads:
-            try:
-                training = {"optimizer": moments, "random": self._boundary.random}
-                self.checkpoints.save(state.opt_step, weights, training, meta)
-            except CheckpointWriteError as error:
-                problem = str(error)
-        problem = world.from_leader(problem)
+        self._told_of_save(at_end=False)
+        random = self._boundary.random
+        self._saver.start(state.opt_step, self.model, self.optimizer, random, meta)
+        if at_end or not self._saver.sharded:
+            self._told_of_save(at_end=at_end)
+
+    def _told_of_save(self, *, at_end: bool) -> None:
+        """Waits for the save under way, if there is one, and says what came of it."""
+        if self._saver is None:
+            return
+        was, problem = self._saver.finish()
         if problem is None:
-            self.state.rollbacks = 0
+            self.state.rollbacks = 0 if was else self.state.rollbacks
             return
         # The next may succeed, and the run is worth more than one file; the last has no next.
         self.logger.event("save-failed", f"[warn] {problem}", **self._where())
         if at_end:
-            with world.same_fate():
+            with self.world.same_fate():
                 raise UserError(f"The last checkpoint could not be written: {problem}")
 
     def _roll_back(self) -> bool:
@@ -469,7 +457,8 @@ class Pretrainer:
         after = f"{lost.strikes} windows in a row without a finite loss and gradient"
         if lost.rollbacks >= config.max_rollbacks:
             raise RuntimeError(f"[nan-guard] {after}, after {lost.rollbacks} rollbacks: giving up.")
-        checkpoint = self._load(None)
+        self._told_of_save(at_end=False)
+        checkpoint = None if self._saver is None else self._saver.load(None)
         if checkpoint is None:
             raise RuntimeError(f"[nan-guard] {after}, and there is no checkpoint to go back to.")
         self._restore(checkpoint)

@@ -16,7 +16,11 @@ Order of a save, and why no kill can lose anything:
    next ``load`` or ``save``: it finds the temporary meta file, checks every hash and finishes.
 
 A removal runs backwards (rename to temporary names, then delete), so it leaves no orphans either.
-One process writes to a folder; any number may read.
+One process publishes in a folder; any number may read.
+
+A sharded checkpoint has a folder ``shards_step_N`` in the place of the two data files, into which
+every rank has written its part (:mod:`mamba3_lite.utils.sharded`). Whoever loads gets the same
+:class:`Checkpoint` either way.
 """
 
 import hashlib
@@ -25,8 +29,8 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +41,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mamba3_lite.errors import UserError, reading
+from mamba3_lite.utils.sharded import read_whole
 from mamba3_lite.utils.weights import name_some, store_once
 
 FORMAT = "mamba3-lite checkpoint 1"
-_SUFFIX = {"model": "safetensors", "optim": "pt", "meta": "json"}  # in the order of publishing
-_DATA_KINDS = ("model", "optim")
-_FILE = re.compile(r"(model|optim|meta)_step_(0|[1-9]\d*)\.(safetensors|pt|json)")
+# In the order of publishing; shards are a folder.
+_SUFFIX = {"shards": "", "model": "safetensors", "optim": "pt", "meta": "json"}
+_LAYOUTS = ({"model", "optim", "meta"}, {"shards", "meta"})
+_FILE = re.compile(r"(model|optim|meta|shards)_step_(0|[1-9]\d*)(?:\.(safetensors|pt|json))?")
 _TEMPORARY_PREFIX = ".mamba3lite-tmp-"
 _TEMPORARY = re.compile(re.escape(_TEMPORARY_PREFIX) + r"([1-9]\d{0,6})-(.+)")
 _PLAIN_TYPES = frozenset(
@@ -115,24 +121,67 @@ class CheckpointManager:
         """
         _require_finite(opt_step, model_tensors)
         _require_plain(training_state, "training_state")
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._finish_interrupted()
-            for path, *_ in self._temporaries():
-                path.unlink()
+        with self._writing(opt_step):
+            self._clear()
             self._write_temporaries(opt_step, model_tensors, training_state, meta)
             self._publish(opt_step, os.getpid())
+        self._last_saved = opt_step
+        self.prune()
+
+    def sharded_folder(self, opt_step: int) -> Path:
+        """A new folder for the shards of a checkpoint, which every rank then writes to.
+
+        Raises:
+            CheckpointWriteError: it cannot be made.
+        """
+        with self._writing(opt_step):
+            self._clear()
+            folder = self._temporary("shards", opt_step, os.getpid())
+            folder.mkdir()
+        return folder
+
+    def publish_sharded(
+        self, opt_step: int, fingerprints: Mapping[str, dict[str, Any]], meta: dict[str, Any]
+    ) -> None:
+        """Makes a checkpoint of what lies in the :meth:`sharded_folder`, then prunes.
+
+        Args:
+            fingerprints: :func:`fingerprint` by name in that folder, of every file in it.
+
+        Raises:
+            CheckpointWriteError: as ``save``.
+        """
+        folder = self._path("shards", opt_step).name
+        with self._writing(opt_step):
+            record = self._temporary("meta", opt_step, os.getpid())
+            files = {f"{folder}/{name}": found for name, found in fingerprints.items()}
+            record.write_bytes(_render_record(opt_step, files, meta))
+            fsync(record)
+            fsync(self.directory)
+            self._publish(opt_step, os.getpid())
+        self._last_saved = opt_step
+        self.prune()
+
+    @contextmanager
+    def _writing(self, opt_step: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise CheckpointWriteError(
                 f"checkpoint of step {opt_step} could not be written to {self.directory}: {error}; "
                 "older checkpoints are untouched; make room or mend the folder"
             ) from error
-        self._last_saved = opt_step
-        self.prune()
+
+    def _clear(self) -> None:
+        """Finishes what a kill has interrupted, and removes what cannot be finished."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._finish_interrupted()
+        for path, *_ in self._temporaries():
+            _remove(path)
 
     def steps(self) -> list[int]:
-        """Opt steps whose three files are present, ascending; ``verify`` tells which are intact."""
-        return [step for step, kinds in self._found().items() if len(kinds) == len(_SUFFIX)]
+        """Opt steps whose files are all present, ascending; ``verify`` tells which are intact."""
+        return [step for step, kinds in self._found().items() if kinds in _LAYOUTS]
 
     def verify(self, opt_step: int) -> str | None:
         """Why the checkpoint of ``opt_step`` is not intact, or None. Reads and hashes all of it."""
@@ -185,13 +234,15 @@ class CheckpointManager:
         for step in ours:
             if step in kept or (self.keep_every and step % self.keep_every == 0):
                 continue
-            for kind in reversed(_SUFFIX):
+            kinds = [k for k in reversed(_SUFFIX) if self._path(k, step).exists()]
+            for kind in kinds:
                 os.replace(self._path(kind, step), self._temporary(kind, step, os.getpid()))
-            for kind in reversed(_SUFFIX):
-                self._temporary(kind, step, os.getpid()).unlink()
+            for kind in kinds:
+                _remove(self._temporary(kind, step, os.getpid()))
 
     def _path(self, kind: str, opt_step: int) -> Path:
-        return self.directory / f"{kind}_step_{opt_step}.{_SUFFIX[kind]}"
+        suffix = _SUFFIX[kind]
+        return self.directory / f"{kind}_step_{opt_step}{suffix and '.'}{suffix}"
 
     def _temporary(self, kind: str, opt_step: int, pid: int) -> Path:
         return self.directory / f"{_TEMPORARY_PREFIX}{pid}-{self._path(kind, opt_step).name}"
@@ -200,7 +251,7 @@ class CheckpointManager:
         """Kinds of file present for each opt step, ascending."""
         found: dict[int, set[str]] = {}
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            if (named := _parse_name(path.name)) and path.is_file():
+            if (named := _parse_name(path.name)) and path.is_dir() == (named[0] == "shards"):
                 found.setdefault(named[1], set()).add(named[0])
         return dict(sorted(found.items()))
 
@@ -211,18 +262,21 @@ class CheckpointManager:
         training_state: dict[str, Any],
         meta: dict[str, Any],
     ) -> None:
-        model, optim, record = (self._temporary(kind, opt_step, os.getpid()) for kind in _SUFFIX)
+        data = ("model", "optim")
+        model, optim, record = (
+            self._temporary(kind, opt_step, os.getpid()) for kind in (*data, "meta")
+        )
         try:
             unique, aliases = store_once(model_tensors)
             save_file(unique, model, metadata={"aliases": json.dumps(aliases, sort_keys=True)})
             _save_training_state(training_state, optim)
             files = {}
-            for kind, path in zip(_DATA_KINDS, (model, optim), strict=True):
-                _fsync(path)
-                files[self._path(kind, opt_step).name] = _fingerprint(path)
+            for kind, path in zip(data, (model, optim), strict=True):
+                fsync(path)
+                files[self._path(kind, opt_step).name] = fingerprint(path)
             record.write_bytes(_render_record(opt_step, files, meta))
-            _fsync(record)
-            _fsync(self.directory)
+            fsync(record)
+            fsync(self.directory)
         except BaseException:
             for path in (record, model, optim):
                 path.unlink(missing_ok=True)
@@ -233,13 +287,15 @@ class CheckpointManager:
         old_record = self._path("meta", opt_step)
         if old_record.exists():
             old_record.unlink()
-            _fsync(self.directory)
+            fsync(self.directory)
         for kind in _SUFFIX:
             if kind == "meta":
-                _fsync(self.directory)  # a durable meta file promises two durable others
+                fsync(self.directory)  # a durable meta file promises two durable others
             if (temporary := self._temporary(kind, opt_step, pid)).exists():
+                if kind == "shards" and self._path(kind, opt_step).exists():
+                    _remove(self._path(kind, opt_step))  # no rename goes over a folder
                 os.replace(temporary, self._path(kind, opt_step))
-        _fsync(self.directory)
+        fsync(self.directory)
 
     def _temporaries(self) -> list[tuple[Path, int, str, int]]:
         """(path, pid, kind, opt_step) of our temporary files that no live process is writing."""
@@ -262,29 +318,31 @@ class CheckpointManager:
             if kind != "meta":
                 continue
             try:
-                record = _read_record(path, step)
-                for data_kind in _DATA_KINDS:
-                    temporary = self._temporary(data_kind, step, pid)
-                    final = self._path(data_kind, step)
-                    source = temporary if temporary.exists() else final
-                    _require_match(source, record["files"][final.name])
+                for name, found in _read_record(path, step)["files"].items():
+                    temporary = self.directory / f"{_TEMPORARY_PREFIX}{pid}-{name}"
+                    source = temporary if temporary.exists() else self.directory / name
+                    _require_match(source, found)
             except _NotIntact:
                 continue  # a half-written save, not a checkpoint: the next save removes it
             self._publish(step, pid)
             self.log(f"[checkpoint] finished the interrupted save of step {step}")
 
     def _verified_record(self, opt_step: int) -> dict[str, Any]:
-        for kind in _SUFFIX:
-            if not (path := self._path(kind, opt_step)).is_file():
-                raise _NotIntact(f"{path.name} is missing")
+        if not self._path("shards", opt_step).is_dir():
+            for kind in ("model", "optim"):
+                if not (path := self._path(kind, opt_step)).is_file():
+                    raise _NotIntact(f"{path.name} is missing")
         record = _read_record(self._path("meta", opt_step), opt_step)
-        for kind in _DATA_KINDS:
-            path = self._path(kind, opt_step)
-            _require_match(path, record["files"][path.name])
+        for name, found in record["files"].items():
+            _require_match(self.directory / name, found)
         return record
 
     def _read(self, opt_step: int) -> Checkpoint:
         record = self._verified_record(opt_step)
+        if (shards := self._path("shards", opt_step)).is_dir():
+            model, training = read_whole(shards)
+            self.log(f"[checkpoint] loaded step {opt_step} from {self.directory}")
+            return Checkpoint(opt_step, model, training, record["meta"])
         path = self._path("model", opt_step)
         with safe_open(path, framework="pt") as header:
             aliases = json.loads(header.metadata()["aliases"])
@@ -322,9 +380,9 @@ def _is_ours(path: Path, opt_step: int) -> bool:
 
 
 def _parse_name(name: str) -> tuple[str, int] | None:
-    """(kind, opt_step) of one of our three file names, else None."""
+    """(kind, opt_step) of one of our names, else None."""
     match = _FILE.fullmatch(name)
-    if match is None or match[3] != _SUFFIX[match[1]]:
+    if match is None or (match[3] or "") != _SUFFIX[match[1]]:
         return None
     return match[1], int(match[2])
 
@@ -363,7 +421,11 @@ def _save_training_state(training_state: dict[str, Any], path: Path) -> None:
         raise
 
 
-def _fsync(path: Path) -> None:
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def fsync(path: Path) -> None:
     """Make a file's data, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -382,7 +444,8 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as a record holds them."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -393,7 +456,7 @@ def _require_match(path: Path, expected: dict[str, Any]) -> None:
         raise _NotIntact(f"{path.name} is missing")
     if (size := path.stat().st_size) != expected["bytes"]:
         raise _NotIntact(f"{path.name} has {size} bytes instead of {expected['bytes']}")
-    if _fingerprint(path) != expected:
+    if fingerprint(path) != expected:
         raise _NotIntact(f"{path.name} is damaged (SHA-256 differs)")
 
 

@@ -39,12 +39,16 @@ def gathered(held: Tensor, like: DTensor, *, keep: bool) -> Tensor:
 
     The others get an empty tensor.
     """
-    spread = DTensor.from_local(
+    whole = as_spread(held, like).full_tensor()
+    return whole.cpu() if keep else whole.new_empty(0)
+
+
+def as_spread(held: Tensor, like: DTensor) -> DTensor:
+    """What this rank holds of a tensor that is cut as ``like``, as its part of the whole."""
+    return DTensor.from_local(
         held, like.device_mesh, like.placements, run_check=False,
         shape=like.shape, stride=like.stride(),
     )  # fmt: skip
-    whole = spread.full_tensor()
-    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def as_held(whole: Tensor, like: DTensor) -> DTensor:
@@ -71,7 +75,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     untied = [
         f"{alias} and {name}"
-        for alias, name in _ties(model).items()
+        for alias, name in ties(model).items()
         if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name])
     ]
     problems = [
@@ -92,7 +96,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     model.load_state_dict(held, strict=True)
 
 
-def _ties(model: nn.Module) -> dict[str, str]:
+def ties(model: nn.Module) -> dict[str, str]:
     """Further names of parameters that have several: alias -> first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
