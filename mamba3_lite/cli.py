@@ -59,6 +59,10 @@ COMMANDS = {
         "mamba3_lite.export.foreign:import_command",
         "Turn a published checkpoint into a run folder.",
     ),
+    "convert": (
+        "mamba3_lite.export.convert:convert_command",
+        "Copy a checkpoint in the other layout: three files, or a part for each rank.",
+    ),
     "ab": (
         "mamba3_lite.measure.ab:ab_command",
         "Compare configurations that differ in one key: speed, loss, memory.",

@@ -13,8 +13,8 @@ from mamba3_lite import cli, schema
 from mamba3_lite.errors import UserError
 from mamba3_lite.models.transformer import ModelConfig
 from mamba3_lite.schema import keys_of, nearest, read_config, typed
-from mamba3_lite.training import config as module
 from mamba3_lite.training import command
+from mamba3_lite.training import config as module
 from mamba3_lite.training.config import (
     TrainingConfig,
     check_resume,

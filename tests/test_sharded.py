@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mamba3_lite.errors import UserError
+from mamba3_lite.export.convert import convert
+from mamba3_lite.models.pretrained import build_model, read_weights
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.utils import sharded
 from mamba3_lite.utils.checkpoint import CheckpointManager
@@ -171,3 +173,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         one, other = (CheckpointManager(f).load(opt_step) for f in (tmp_path / "run", quiet))
         assert one is not None and other is not None
         assert_same_weights(one.model, other.model)
+
+
+def test_converted_there_and_back_is_what_it_was(run: Path, tmp_path: Path) -> None:
+    files, parts, again = (tmp_path / name for name in ("files", "parts", "again"))
+    assert convert(run, files, to="files") == 12
+    assert convert(files, parts, to="sharded") == 12
+    assert convert(parts, again, to="files") == 12
+    one, other = (CheckpointManager(folder).load(12) for folder in (files, again))
+    assert one is not None and other is not None and one.meta == other.meta
+    for name in ("model_step_12.safetensors", "meta_step_12.json"):
+        assert (files / name).read_bytes() == (again / name).read_bytes()
+    assert_same_weights(other.model, final_weights(run))
+    with pytest.raises(UserError, match="holds a checkpoint of step 12 already"):
+        convert(run, files, to="files")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        convert(tmp_path / "nowhere", tmp_path / "new", to="files")
+
+
+def test_the_other_commands_read_them(run: Path) -> None:
+    weights = read_weights(run, log=lambda line: None)
+    assert weights.opt_step == 12 and len(weights.sha256()) == 64
+    assert weights.file.name == "meta_step_12.json"
+    assert_same_weights(dict(build_model(weights).state_dict()), final_weights(run))

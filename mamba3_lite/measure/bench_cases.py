@@ -24,6 +24,7 @@ from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.loader import SampleOrder, make_loader
 from mamba3_lite.data.shards import ShardWriter
 from mamba3_lite.errors import UserError
+from mamba3_lite.inference.decoder import decoder_for
 from mamba3_lite.inference.generate import prefill
 from mamba3_lite.measure import parity
 from mamba3_lite.measure.ab_arms import LAUNCH_KNOBS
@@ -333,19 +334,19 @@ def _loader_case(config: TrainingConfig, device: torch.device) -> Case:
 class Decoding:
     """The one place here that knows how `inference/` decodes a batch of prompts."""
 
-    def __init__(self, model: Mamba3Transformer, prompts: list[list[int]]) -> None:
+    def __init__(self, model: Mamba3Transformer, prompts: list[list[int]], stack: ExitStack):
         self.model, self.prompts = model, prompts
+        self.decoder = stack.enter_context(decoder_for(model, len(prompts)))
 
     def prefill(self) -> Tensor:
         """Logits (B, vocab) after the prompts."""
-        logits, self.state = prefill(self.model, self.prompts)
+        logits, state = prefill(self.model, self.prompts)
+        self.decoder.load(state)
         return logits
 
-    @torch.no_grad()
     def token(self, ids: Tensor) -> Tensor:
         """Logits (B, vocab) after one more token each, ids (B,)."""
-        logits, self.state = self.model.step(ids, self.state)
-        return logits
+        return self.decoder.step(ids)
 
 
 def logits_error(model: Mamba3Transformer, device: torch.device) -> float:
@@ -353,12 +354,13 @@ def logits_error(model: Mamba3Transformer, device: torch.device) -> float:
     ids = torch.randint(
         0, model.cfg.vocab_size, (2, 70), generator=torch.Generator().manual_seed(0)
     )
-    want = Decoding(model, ids.tolist()).prefill()
-    decoding = Decoding(model, ids[:, :-3].tolist())
-    decoding.prefill()
-    for column in ids[:, -3:].to(device).unbind(1):
-        got = decoding.token(column)
-    return float((got - want).norm() / want.norm())
+    with ExitStack() as stack:
+        want = Decoding(model, ids.tolist(), stack).prefill()
+        decoding = Decoding(model, ids[:, :-3].tolist(), stack)
+        decoding.prefill()
+        for column in ids[:, -3:].to(device).unbind(1):
+            got = decoding.token(column)
+        return float((got - want).norm() / want.norm())
 
 
 def _decode_cases(config: TrainingConfig, device: torch.device, backend: str) -> list[Case]:
@@ -370,6 +372,8 @@ def _decode_cases(config: TrainingConfig, device: torch.device, backend: str) ->
     def model() -> Mamba3Transformer:
         torch.manual_seed(0)
         found = Mamba3Transformer(config.model()).to(device).eval()
+        if device.type == "cuda":
+            found.bfloat16()
         error = logits_error(found, device)
         if not error <= LOGITS_LIMIT:
             raise UserError(
@@ -379,24 +383,24 @@ def _decode_cases(config: TrainingConfig, device: torch.device, backend: str) ->
         return found
 
     @functools.cache
-    def decoding(batch: int) -> tuple[Decoding, Tensor]:
+    def decoding(batch: int, stack: ExitStack) -> tuple[Decoding, Tensor]:
         ids = torch.randint(
             0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)
         )
-        found = Decoding(model(), ids.tolist())
+        found = Decoding(model(), ids.tolist(), stack)
         found.prefill()
         return found, ids[:, -1].to(device)
 
-    def case(name: str, batch: int, work: Callable[[int], Work]) -> Case:
+    def case(name: str, batch: int, work: Callable[[int, ExitStack], Work]) -> Case:
         own = {**settings, "batch": batch}
-        return Case(f"decode, {name}, batch {batch}", own, lambda stack: work(batch))
+        return Case(f"decode, {name}, batch {batch}", own, lambda stack: work(batch, stack))
 
-    def prompts(batch: int) -> Work:
-        return Work(decoding(batch)[0].prefill, batch * length)
+    def prompts(batch: int, stack: ExitStack) -> Work:
+        return Work(decoding(batch, stack)[0].prefill, batch * length)
 
-    def tokens(batch: int) -> Work:
-        state, ids = decoding(batch)
-        return Work(lambda: state.token(ids), batch)
+    def tokens(batch: int, stack: ExitStack) -> Work:
+        one, ids = decoding(batch, stack)
+        return Work(lambda: one.token(ids), batch)
 
     return [
         case(name, batch, work)

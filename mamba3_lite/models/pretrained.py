@@ -42,7 +42,8 @@ class Weights:
     Attributes:
         tensors: float32, A complex64.
         opt_step: None where nobody said.
-        file: where the tensors were read from.
+        file: where the tensors were read from; of a sharded checkpoint its record, whose hashes
+            cover every part.
         meta: a checkpoint's metadata; of an export, what it says of its origin.
     """
 
@@ -133,6 +134,8 @@ def _read_checkpoint(folder: Path, opt_step: int | None, log: Callable[[str], No
     named = f"meta_step_{checkpoint.opt_step}.json in {folder}"
     model = _model_config(checkpoint.meta.get("model"), named)
     file = folder / f"model_step_{checkpoint.opt_step}.safetensors"
+    if not file.is_file():
+        file = folder / f"meta_step_{checkpoint.opt_step}.json"
     return Weights(checkpoint.model, model, checkpoint.opt_step, file, checkpoint.meta)
 
 
