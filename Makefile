@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= plots
 RUN_DIR ?= runs/quickstart
+TIMES ?= 20
 
 BIN := $(VENV)/bin
 # Progress bars help a person and only lengthen the log of an automatic run.
@@ -11,7 +12,7 @@ FOR_USE := $(VENV)/.installed-$(EXTRAS)
 FOR_TESTS := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint types campaigns gpu clean
+.PHONY: help install quickstart test lint types campaigns chaos gpu clean
 
 help:
 	@echo 'make quickstart   set up $(VENV), then train a small model on real text (minutes, two CPU cores)'
@@ -20,6 +21,7 @@ help:
 	@echo 'make lint         ruff: rules and formatting'
 	@echo 'make types        mypy'
 	@echo 'make campaigns    the long test runs'
+	@echo 'make chaos        the fault campaign: ranks killed, disks filled, files damaged, TIMES=$(TIMES) each'
 	@echo 'make gpu          GPU tests and smoke checks with $(PYTHON) and its own torch (CUDA and Triton)'
 	@echo 'make clean        remove $(VENV), builds and caches'
 	@echo
@@ -60,6 +62,9 @@ test: lint types
 
 campaigns: $(FOR_TESTS)
 	$(BIN)/python -m pytest -m campaign
+
+chaos: $(FOR_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --times $(TIMES)
 
 # No virtual environment: a GPU machine has the torch that fits its driver.
 gpu:

@@ -17,11 +17,13 @@ More arguments are settings of the run, such as training.micro_batch_size=2.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +67,16 @@ def settings(data: Path, val_data: Path | None, opt_steps: int) -> dict[str, Any
     return {"model": MODEL, "training": training, "data": where}
 
 
-def train(commands: dict[str, list[str]], logs: Path, jobs: int) -> dict[str, float]:
-    """Runs all, so many at a time, which share the cores; the seconds that each took.
+def finished(
+    commands: dict[str, list[str]], logs: Path, jobs: int
+) -> Iterator[tuple[str, float, int]]:
+    """Runs all, so many at a time, which share the cores; closing it ends those that are left.
 
-    The first that fails ends the others and this program, with the last lines it said.
+    Yields the name, the seconds and the exit code of each that has ended.
     """
     threads = str(max(1, (os.cpu_count() or 1) // min(jobs, len(commands))))
     shared = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
-    waiting, seconds = list(commands), {}
+    waiting = list(commands)
     running: dict[str, tuple[subprocess.Popen, float]] = {}
     try:
         while waiting or running:
@@ -86,18 +90,32 @@ def train(commands: dict[str, list[str]], logs: Path, jobs: int) -> dict[str, fl
                 running[name] = (process, time.perf_counter())
             time.sleep(0.1)
             for name, (process, start) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[name]
-                seconds[name] = round(time.perf_counter() - start, 1)
-                if process.returncode not in (0, EXIT_OUT_OF_TIME):
-                    said = (logs / f"{name}.log").read_text(encoding="utf-8").splitlines()
-                    sys.exit("\n".join([f"the run {name} failed:", *said[-20:]]))
-                print(f"{name}: {seconds[name]} s", file=sys.stderr, flush=True)
+                if process.poll() is not None:
+                    del running[name]
+                    yield name, round(time.perf_counter() - start, 1), process.returncode
     finally:
         for process, _ in running.values():
             process.terminate()
             process.wait()
+
+
+def last_words(log: Path) -> list[str]:
+    """What a run said at its end, in lines."""
+    return log.read_text(encoding="utf-8").splitlines()[-20:]
+
+
+def train(commands: dict[str, list[str]], logs: Path, jobs: int) -> dict[str, float]:
+    """Runs all, so many at a time; the seconds that each took.
+
+    The first that fails ends the others and this program, with the last lines it said.
+    """
+    seconds = {}
+    with contextlib.closing(finished(commands, logs, jobs)) as ended:
+        for name, took, code in ended:
+            if code not in (0, EXIT_OUT_OF_TIME):
+                sys.exit("\n".join([f"the run {name} failed:", *last_words(logs / f"{name}.log")]))
+            print(f"{name}: {took} s", file=sys.stderr, flush=True)
+            seconds[name] = took
     return seconds
 
 

@@ -51,6 +51,37 @@ def loss_curves(row: dict[str, Any], figure: Any) -> None:
         axes.legend(fontsize=8, ncols=2)
 
 
+# The runs of each panel; "base" is in all.
+PANELS = {
+    "peak learning rate": ("lr 1.5e-4", "lr 6e-4", "lr 1.2e-3", "lr 1e-2"),
+    "warm-up, optimizer steps": ("warm-up 0", "warm-up 500"),
+    "floor, min_lr_ratio": ("floor 0", "floor 0.5"),
+    "what changes nothing": ("chunk 64", "chunk 128", "seed 1"),
+}
+SMOOTHED_ROWS = 10
+
+
+def tuning_curves(found: list[dict[str, Any]], figure: Any) -> None:
+    """The knobs of learning, a panel each; a point is the mean of some rows."""
+    runs = {row["name"]: row for row in found}
+    for axes, (title, names) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+        for name in ("base", *names):
+            if name not in runs or len(runs[name]["curve"]) < SMOOTHED_ROWS:
+                continue
+            curve = runs[name]["curve"]
+            pieces = [
+                curve[i : i + SMOOTHED_ROWS]
+                for i in range(0, len(curve) - SMOOTHED_ROWS + 1, SMOOTHED_ROWS)
+            ]
+            where = [piece[-1][0] for piece in pieces]
+            losses = [sum(loss for _, loss in piece) / SMOOTHED_ROWS for piece in pieces]
+            style = {"color": GREY, "lw": 1.6} if name == "base" else {"lw": 1}
+            axes.plot(where, losses, label=name, **style)
+        axes.set(title=title, xlabel="optimizer step", ylabel="training loss (nat per token)")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+
+
 def ssd_operator(found: list[dict[str, Any]], figure: Any) -> None:
     """Bandwidth of the fused operator by length and by batch; milliseconds of all at one shape."""
     by_length, by_batch, bars = figure.subplots(1, 3, width_ratios=(3, 2, 3))
@@ -112,6 +143,9 @@ def draw(results: Path, target: Path) -> None:
     elif name == "ssd_operator":
         figure = Figure(figsize=(13, 4), layout="constrained")
         ssd_operator(found, figure)
+    elif name == "tuning_curve":
+        figure = Figure(figsize=(11, 7), layout="constrained")
+        tuning_curves(found, figure)
     else:
         sys.exit(f"{results}: no picture is known for {name!r}")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -167,19 +167,21 @@ class AccumulatingLoop(StepLoop):
         return loss
 
 
-@functools.cache
 def parity_or_exit(
-    kernel: tuple[str, int, int, int], device: torch.device
+    dispatch: str, device: torch.device, chunk_size: int = 64
 ) -> dict[str, dict[str, float]]:
-    """Errors of the path against the oracle; a number from a wrong path is worth nothing.
-
-    Once for each kernel, and where the environment launches it; the oracle is computed once.
-    """
-    dispatch, chunk_size, *_ = kernel
+    """Errors of the path against the oracle; a number from a wrong path is worth nothing."""
     try:
         return bench_cases.parity_errors(dispatch, device, chunk_size)
     except UserError as problem:
         sys.exit(str(problem))
+
+
+@functools.cache
+def gate(kernel: tuple[str, int, int, int], device: torch.device) -> dict[str, dict[str, float]]:
+    """The same, once for a `Variant.kernel`, where the environment launches it so."""
+    dispatch, chunk_size, *_ = kernel
+    return parity_or_exit(dispatch, device, chunk_size)
 
 
 def milliseconds(loop: StepLoop, opt_steps: int) -> tuple[list[float], float]:
@@ -223,13 +225,11 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def built(variant: Variant, device: torch.device) -> AccumulatingLoop:
-    """Ready for its first step; refused where it would take another path than it names."""
-    loop = AccumulatingLoop(variant.config(), device)
-    taken = {block._backend(device).name for block in loop.model.layers}  # type: ignore[operator]
-    if taken != {variant.dispatch}:
-        sys.exit(f"asked for {variant.dispatch!r}, but {sorted(taken)} would run: nothing is timed")
-    return loop
+def path_taken_or_exit(loop: StepLoop, dispatch: str) -> None:
+    """A variant that fell back to another path would be recorded under a wrong name."""
+    taken = {block._backend(loop.window.device).name for block in loop.model.layers}
+    if taken != {dispatch}:
+        sys.exit(f"asked for {dispatch!r}, but {sorted(taken)} ran: no row")
 
 
 def cache_hits() -> int:
@@ -244,11 +244,12 @@ def timed(variant: Variant, args: argparse.Namespace, device: torch.device) -> d
     release()
     torch.cuda.reset_peak_memory_stats()
     torch._dynamo.utils.counters.clear()
-    loop = built(variant, device)
+    loop = AccumulatingLoop(variant.config(), device)
     start = time.perf_counter()
     first_loss = float(loop.opt_step())
     first_step_sec = time.perf_counter() - start
     hits = cache_hits()
+    path_taken_or_exit(loop, variant.dispatch)
     milliseconds(loop, args.warm_up)
     times, last_loss = milliseconds(loop, args.opt_steps)
     times.sort()
@@ -278,12 +279,12 @@ def measure(variant: Variant, args: argparse.Namespace, device: torch.device) ->
         settings = {
             **variant.settings,
             "compile_in_effect": compile_mode_in_effect(variant.config(), device),
-            "parity_relative_l2": parity_or_exit(variant.kernel, device),
+            "parity_relative_l2": gate(variant.kernel, device),
         }
         try:
             return {"benchmark": "training_step", **settings, **timed(variant, args, device)}
         except torch.OutOfMemoryError as problem:
-            said = str(problem).partition(". ")[0]
+            said = ". ".join(str(problem).split(". ")[:2])
     return {"benchmark": "training_step_out_of_memory", **settings, "said": said}
 
 

@@ -441,3 +441,18 @@ def test_dummy_windows_have_documents_on_request() -> None:
     x, y, segments = DummyDataset(5, 8, 11, 3, document_mode=True)[2]
     assert torch.equal(x, plain[0]) and torch.equal(y, plain[1])
     assert segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_never_zeros(
+    tmp_path: Path, kept: float
+) -> None:
+    # case C09; the end of the last page that is left would read as zeros
+    path = tmp_path / "tokens.bin"
+    torch.save(torch.arange(1, 20_001) % 90 + 1, path)
+    data = PretrainDataset(path, 100, 97)
+    assert int(data[data.n_windows - 1][0].min()) > 0
+    with path.open("r+b") as file:
+        file.truncate(int(kept * path.stat().st_size))
+    with pytest.raises(UserError, match="was cut or written while it was read"):
+        data[data.n_windows - 1]

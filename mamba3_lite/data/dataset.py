@@ -8,7 +8,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,25 @@ class TokenFile:
     n_tokens: int
     header: ShardHeader | None = None
     sha256: str | None = None
+    n_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_bytes", self.path.stat().st_size)
+
+    def require_whole(self) -> None:
+        """``UserError`` when the file has changed its size since it was found.
+
+        The end of a page that a shorter file leaves mapped reads as zeros, which are tokens.
+        """
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            return  # what was removed whole stays mapped whole
+        if size != self.n_bytes:
+            raise UserError(
+                f"{self.path} was cut or written while it was read ({self.n_bytes:,} bytes, now "
+                f"{size:,}); restore it and start again: the run goes on from its last checkpoint"
+            )
 
     def open(self) -> Tokens:
         """The tokens (n_tokens,), memory-mapped, in the dtype of the file."""
@@ -152,7 +171,9 @@ class TokenStream:
         while position < stop:
             first = self._ends[number] - self.files[number].n_tokens
             end = min(stop, self._ends[number])
+            self.files[number].require_whole()  # or what is gone ends the process
             out[position - start : end - start] = arrays[number][position - first : end - first]
+            self.files[number].require_whole()
             position = end
             number += 1
         return out

@@ -89,6 +89,7 @@ class TrainingConfig:
     parallel_mode: str = _knob("auto", "how ranks share the model: auto, ddp, fsdp or hsdp")
     shard_ranks: int = _knob(0, "ranks that share one copy under hsdp; 0: those of a host")
     rank_timeout_sec: float = _knob(600.0, "a rank that others wait for so long ends the run")
+    watchdog_sec: float = _knob(1800.0, "a rank in which nothing ends for so long is ended; 0: off")
     data: DataConfig = field(
         default_factory=DataConfig, metadata={"help": "what prepare reads", "resume": "free"}
     )
@@ -125,7 +126,7 @@ TrainConfig = TrainingConfig
 
 CHECKPOINT_FORMATS = ("files", "sharded")
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
-_PARALLEL_FIELDS = ("parallel_mode", "shard_ranks", "rank_timeout_sec")
+_PARALLEL_FIELDS = ("parallel_mode", "shard_ranks", "rank_timeout_sec", "watchdog_sec")
 
 _RENAMED = {
     "batch_size": "micro_batch_size",
@@ -239,7 +240,7 @@ def problems_of(config: TrainingConfig, sources: Mapping[str, str]) -> list[str]
         need(getattr(config, name) >= 1, name, "at least 1")
     for name in (
         "warmup_steps", "num_workers", "eval_interval", "eval_batches", "keep_last", "keep_every",
-        "max_time_sec", "max_rollbacks", "shard_ranks",
+        "max_time_sec", "max_rollbacks", "shard_ranks", "watchdog_sec",
     ):  # fmt: skip
         need(getattr(config, name) >= 0, name, "0 or more")
     for name in ("data_path", "checkpoint_dir"):

@@ -40,6 +40,7 @@ from mamba3_lite.training.step import settle, train_step
 from mamba3_lite.training.stop import StopRequest
 from mamba3_lite.training.train_state import Boundary, TrainState, set_random_state
 from mamba3_lite.training.validation import EvaluationStopped, evaluate
+from mamba3_lite.training.watchdog import Watchdog
 from mamba3_lite.utils.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -255,12 +256,13 @@ class Pretrainer:
             contextlib.ExitStack() as at_end,
             self.logger,
             StopRequest(config.max_time_sec) as stop,
+            Watchdog(self.run_dir, self.world, config) as self._watchdog,
             profiler or contextlib.nullcontext(),
         ):
             at_end.callback(self._unlock)
             self._stop = stop
             self.logger.progress(last, state.opt_step)
-            code = self._train_to(last, stop)
+            code = self._watchdog.ended(self._train_to(last, stop))
             if self.dry_run and code == EXIT_DONE:
                 self._log_row()
                 written = "nothing" if profiler is None else "nothing but the profile"
@@ -279,6 +281,7 @@ class Pretrainer:
             micro_step(*next(batches))
             if self._after_micro_step(last):
                 batches = self._batches()
+            self._watchdog.beat(opt_step=self.state.opt_step, micro_step=self.state.micro_step)
             if code := self.world.largest(stop.code or 0):
                 self._settle()
                 self._save(at_end=True)
@@ -402,6 +405,7 @@ class Pretrainer:
             "dropped_windows": state.dropped_windows,
         }
         self.logger.log(row)
+        self._watchdog.beat(**row)
         if meter.first_sec is not None:
             self.logger.info(f"first micro-step took {meter.first_sec:.1f} s")
         meter.restart()
@@ -412,11 +416,16 @@ class Pretrainer:
             loss, tokens = evaluate(
                 self.trained, self.val_dataset, batch_size=self.config.batch_size,
                 max_batches=self.config.eval_batches, world=self.world,
-                amp_context=self.amp_context, should_stop=lambda: self._stop.code is not None,
+                amp_context=self.amp_context, should_stop=self._should_stop_validating,
             )  # fmt: skip
         except EvaluationStopped:
             return
+        self._watchdog.beat(val_loss=loss)
         self.logger.log_validation({**self._where(), "val_loss": loss, "val_tokens": tokens})
+
+    def _should_stop_validating(self) -> bool:
+        self._watchdog.beat("validating")
+        return self._stop.code is not None
 
     def _save(self, *, at_end: bool) -> None:
         """Writes a checkpoint of the last boundary: an open window is replayed."""
@@ -432,6 +441,7 @@ class Pretrainer:
             "init_from": self._init_from,
             "ranks": self.world.size,
         }
+        self._watchdog.beat("saving")
         self._told_of_save(at_end=False)
         random = self._boundary.random
         self._saver.start(state.opt_step, self.model, self.optimizer, random, meta)
