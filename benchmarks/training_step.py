@@ -51,6 +51,7 @@ SETTINGS = {
 LAUNCH_KNOBS = {
     "num_stages": "TRITON_PER_CHUNK_NUM_STAGES", "num_warps": "TRITON_PER_CHUNK_NUM_WARPS",
 }  # fmt: skip
+DEVICE = torch.device("cuda")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # The first pattern found in a kernel's name decides.
 KINDS = (
@@ -220,8 +221,8 @@ def profile(loop: StepLoop, opt_steps: int = 3) -> dict[str, float]:
 
 def release() -> None:
     """Forgets the variant before: its memory, and its graphs, of which a function may have few."""
-    gc.collect()
     torch._dynamo.reset()
+    gc.collect()
     torch.cuda.empty_cache()
 
 
@@ -352,7 +353,7 @@ def main() -> None:
         if time.perf_counter() - start >= args.max_time:
             print(f"out of time: {len(variants) - done} variants left", file=sys.stderr)
             break
-        row = measure(variant, args, torch.device("cuda"))
+        row = measure(variant, args, DEVICE)
         rows.append(args.out, row, facts, hide=("parity_relative_l2",))
 
 

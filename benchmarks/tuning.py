@@ -219,9 +219,10 @@ def curve_cells(label: str, row: Row | None, reference: Row, last: int) -> list[
     if row is None:
         return [label, "not measured yet", "", "", "", "", ""]
     windows = f"{row['dropped_windows']} dropped, {row['events'].get('spike', 0)} spikes"
-    if failed(row):
-        return [label, "", "", "", "", windows, f"failed at {row['last_opt_step']:,}"]
-    ended = row["ended"] if row["ended"] == "finished" else f"until {row['last_opt_step']:,}"
+    how = "failed at" if failed(row) else "until"
+    ended = row["ended"] if row["ended"] == "finished" else f"{how} {row['last_opt_step']:,}"
+    if failed(row) or len(tail(row, last)) < 2:
+        return [label, "", "", "", "", windows, ended]
     against = validated = val_against = ""
     if row["val_loss"] is not None:
         validated = f"{row['val_loss']:.3f}"

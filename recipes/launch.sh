@@ -22,7 +22,7 @@ to_ranks() {
   # shellcheck disable=SC2046
   kill -USR1 $(cat "/proc/$torchrun/task/$torchrun/children") || kill -TERM "$torchrun"
 }
-trap to_ranks TERM INT USR1
+true
 
 # A signal ends `wait`, not torchrun.
 while kill -0 "$torchrun" 2>/dev/null; do

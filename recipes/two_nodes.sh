@@ -15,7 +15,8 @@ address=$(ip -4 -o addr show dev "$INTERFACE" | awk '{ split($4, part, "/"); pri
 is_head=$([ "$address" = "$HEAD" ] && echo true || echo false)
 
 # The rendezvous lets the hosts number themselves. Both of --local_addr and is_host would otherwise be
-# looked up by the host's name, which on many hosts is that of the loopback address.
+# looked up by the host's name, which on many hosts is that of the loopback address. read_timeout: the
+# head may come last.
 exec torchrun --nnodes 2 --nproc_per_node "${RANKS:-gpu}" \
   --rdzv_backend c10d --rdzv_id "${RUN_ID:-mamba3}" --rdzv_endpoint "$HEAD:${PORT:-29500}" \
-  --rdzv_conf "is_host=$is_head" --local_addr "$address" training/pretrain.py "$@"
+  --rdzv_conf "is_host=$is_head,read_timeout=900,join_timeout=900" --local_addr "$address" training/pretrain.py "$@"

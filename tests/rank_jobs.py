@@ -22,7 +22,6 @@ from mamba3_lite.distributed.world import World, join_world
 from mamba3_lite.errors import user_errors_as_one_line
 from mamba3_lite.training.losses import IGNORE_INDEX
 from mamba3_lite.training.pretrain import Pretrainer
-from mamba3_lite.utils import checkpoint, sharded
 from mamba3_lite.utils.weights import whole_weights
 from tests import runs
 
@@ -77,7 +76,7 @@ class Watched(Pretrainer):
 
 
 def fill_disk(told: dict[str, Any], world: World) -> None:
-    """One file operation of a save fails, the ``full_at``-th."""
+    """What makes one file durable fails, the ``full_at``-th time."""
     left = told["full_at"]
 
     def failing(function: Any) -> Any:
@@ -91,8 +90,7 @@ def fill_disk(told: dict[str, Any], world: World) -> None:
         return wrapped
 
     if world.rank == told["rank"]:
-        checkpoint.fsync = failing(checkpoint.fsync)
-        sharded.write = failing(sharded.write)
+        os.fsync = failing(os.fsync)
 
 
 def train(world: World, folder: Path, told: dict[str, Any], changes: dict[str, Any]) -> dict:

@@ -6,7 +6,7 @@ import pytest
 
 from tests import chaos
 
-SAMPLE = ("SIGKILL of one rank", "SIGTERM in a save", "disk full in a save")
+SAMPLE = ("SIGKILL of one rank", "disk full in a save")
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ import pytest
 import torch
 import typer
 import yaml
+from torch.distributed.run import get_args_parser
 
 from mamba3_lite import cli, env, hardware
 from mamba3_lite.data import ingest, shards
@@ -47,6 +48,7 @@ from mamba3_lite.training.config import (
 )
 from mamba3_lite.training.schedule import lr_factor
 from mamba3_lite.training.stop import EXIT_OUT_OF_TIME
+from mamba3_lite.training.watchdog import EXIT_HUNG
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mamba3_lite"
@@ -218,6 +220,18 @@ def test_commands_are_understood(page: Path) -> None:
                 subcommand(name).make_context(name, rest)  # raises on an unknown option
             case ["python3", "training/pretrain.py", *rest]:
                 subcommand("pretrain").make_context("pretrain", rest)
+            case ["torchrun", *rest]:
+                arguments = get_args_parser().parse_args(rest)
+                name, *rest = arguments.training_script_args
+                if not arguments.no_python:
+                    name, rest = "pretrain", arguments.training_script_args
+                    assert arguments.training_script == "training/pretrain.py"
+                subcommand(name).make_context(name, list(rest))
+            case ["sbatch", recipe, *rest]:
+                assert (ROOT / recipe).is_file(), words
+                subcommand("pretrain").make_context("pretrain", list(rest))
+            case ["kubectl", "apply", "-f", recipe]:
+                assert (ROOT / recipe).is_file(), words
             case ["python", script, *rest] if script.startswith("benchmarks/"):
                 known = re.findall(r'"(--[\w-]+)"', read(script))
                 assert {word for word in rest if word.startswith("--")} <= set(known), words
@@ -427,7 +441,7 @@ def test_the_resume_table_of_the_runbook() -> None:
 @pytest.mark.parametrize("page", ["docs/references/pretrain_cli.md", "docs/guides/a100_runbook.md"])
 def test_exit_codes(page: str) -> None:
     want = {
-        pretrain.EXIT_DONE, 1, 2, EXIT_OUT_OF_TIME, 128 + signal.SIGINT,
+        pretrain.EXIT_DONE, 1, 2, EXIT_OUT_OF_TIME, EXIT_HUNG, 128 + signal.SIGINT,
         128 + signal.SIGTERM,
     }  # fmt: skip
     assert {int(row[0]) for row in table(page, "code", "meaning")} == want

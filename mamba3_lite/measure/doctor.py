@@ -46,6 +46,8 @@ EXTRAS = {
     "zstd": ("zstandard", ".zst files as a source"),
     "datasets": ("datasets", "Hugging Face data sets as a source"),
     "dedup": ("datasketch", "near-duplicate removal"),
+    "hf": ("transformers", "an export seen from transformers"),
+    "eval": ("lm_eval", "evaluation by tasks of lm-evaluation-harness"),
 }
 _ROOMY_BYTES = 20 * 10**9
 

@@ -54,7 +54,8 @@ def pretrain_command(
 
     mamba3-lite pretrain --config run.yaml training.lr=6e-4 model.chunk_size=128
 
-    Exit codes: 0 finished, 2 user error; saved: 75 out of --max-time, 130 SIGINT, 143 SIGTERM.
+    Exit codes: 0 finished, 2 user error, 124 hung; saved: 75 out of --max-time or SIGUSR1,
+    130 SIGINT, 143 SIGTERM.
     """
     settings, sources = load_training_config(find_config(config), list(overrides or []))
     changes: dict[str, Any] = {
@@ -77,4 +78,6 @@ def pretrain_command(
             sources=sources, world=world,
         )  # fmt: skip
         code = trainer.train()
+        # Once one has left with a code, torchrun ends the others: not before files are closed.
+        world.gather(None)
     raise typer.Exit(code)

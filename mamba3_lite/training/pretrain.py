@@ -239,8 +239,8 @@ class Pretrainer:
     def train(self) -> int:
         """Trains to the end, or to a signal or time limit; returns the process's exit code.
 
-        0: finished (or dry run passed); 75: out of ``max_time_sec``, saved; 130 / 143: SIGINT /
-        SIGTERM, saved.
+        0: finished (or dry run passed); 75: out of ``max_time_sec`` or SIGUSR1, saved; 130 / 143:
+        SIGINT / SIGTERM, saved.
         """
         config, state, profiler = self.config, self.state, self._profiler
         last = config.max_steps

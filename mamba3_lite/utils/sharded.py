@@ -49,7 +49,7 @@ def write(
     Returns:
         The files that this rank has written, durable.
     """
-    before = set(folder.iterdir())
+    # Nothing that can fail comes before the exchange: one rank alone would leave the others in it.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _no_word_of_being_alone():
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -59,10 +59,9 @@ def write(
             torch.save(rest, file)
             file.flush()
             os.fsync(file.fileno())
-    mine = f"__{rank}_"
-    shared = {folder / ".metadata", folder / _REST} if rest is not None else set()
-    found = set(folder.iterdir()) - before
-    return sorted(p for p in found if p.name.startswith(mine) or p in shared)
+    own = {folder / ".metadata", folder / _REST} if rest is not None else set()
+    found = (p for p in folder.iterdir() if p.name.startswith(f"__{rank}_") or p in own)
+    return sorted(found)
 
 
 @contextmanager
