@@ -12,15 +12,20 @@ shift
 # What counts below is what this start says. A folder that is not there holds nothing.
 rm -f "$run_dir/exit_code"
 
-# torchrun inherits that it ignores this signal; the ranks take it back.
+# torchrun inherits that it ignores this signal, and so do the ranks until they can obey it.
 trap '' USR1
 torchrun "$@" &
 torchrun=$!
 
-to_ranks() {
-  # No ranks yet, so nothing to save: torchrun may go.
-  # shellcheck disable=SC2046
-  kill -USR1 $(cat "/proc/$torchrun/task/$torchrun/children") || kill -TERM "$torchrun"
+# Again and again until torchrun is gone: ranks that are not ready yet ignore it, and those that save
+# already do not mind.
+ask_ranks() {
+  trap '' TERM INT USR1
+  while ranks=$(cat "/proc/$torchrun/task/$torchrun/children" 2>/dev/null); do
+    # shellcheck disable=SC2086
+    [ -z "$ranks" ] || kill -USR1 $ranks 2>/dev/null
+    sleep 1
+  done &
 }
 true
 

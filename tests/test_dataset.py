@@ -186,12 +186,16 @@ def test_scan_works_across_its_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_id_that_appears_after_the_preflight_is_refused(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "a", np.arange(20))
     data = PretrainDataset(folder, 4, 100)
+    data[2]
     with (folder / "tokens_00001.bin").open("r+b") as file:
         file.seek(128 + 2 * 3)
         file.write(b"\xff\xff")
     assert data[0][0].tolist() == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"tokens_00001\.bin: token 3 has id 65535"):
         data[2]
+    again = PretrainDataset(folder, 4, 100_000)  # where it would be an id
+    with pytest.raises(UserError, match=r"tokens_00001\.bin is damaged \(its SHA-256"):
+        again[2]
 
 
 def test_wrong_formats_are_named(tmp_path: Path) -> None:

@@ -180,11 +180,16 @@ def launch(folder: Path, played: str) -> subprocess.Popen:
 def test_torchrun_is_not_told_of_a_signal_but_its_ranks_are(
     tmp_path: Path, number: int, to_all: bool
 ) -> None:
+    # Each rank begins to listen late, and then takes a while to save.
     rank = tmp_path / "rank.py"
     rank.write_text(
-        "import pathlib, signal, sys\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    sys.exit(7)\n"
         "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(0.5)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
         "while True: signal.pause()\n"
     )
     # A signal that was not ignored would end it before its ranks.

@@ -174,7 +174,7 @@ def read_shard(path: str | Path) -> Shard:
 def open_shards(folder: str | Path) -> ShardFolder:
     """Validate a folder written by `ShardWriter`: every header against its file and the manifest.
 
-    Hashes are not recomputed: this costs one small read per shard.
+    Hashes are not recomputed here: this costs one small read per shard.
     """
     folder = Path(folder)
     manifest_path = folder / MANIFEST
@@ -182,6 +182,8 @@ def open_shards(folder: str | Path) -> ShardFolder:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         entries = [(Path(e["file"]), int(e["tokens"])) for e in manifest["shards"]]
         fingerprint = manifest["tokenizer"]["fingerprint"]
+        for entry in manifest.get("index", {}).values():
+            bytes.fromhex(entry["sha256"])
     except OSError as exc:
         raise UserError(f"{manifest_path}: cannot read it ({exc.strerror}); {_MEND}") from exc
     except (ValueError, KeyError, TypeError) as exc:
