@@ -27,7 +27,7 @@ ask_ranks() {
     sleep 1
   done &
 }
-true
+trap ask_ranks TERM INT USR1
 
 # A signal ends `wait`, not torchrun.
 while kill -0 "$torchrun" 2>/dev/null; do

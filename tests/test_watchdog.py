@@ -179,6 +179,20 @@ def test_an_echo_of_a_signal_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_launcher_may_ask_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as recipes/launch.sh starts a rank
+    try:
+        with StopRequest(0) as request:
+            for _ in range(20):
+                signal.raise_signal(signal.SIGUSR1)
+                now += 1
+            assert request.code == EXIT_OUT_OF_TIME and request.reason == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_the_limit_among_several_ranks(tmp_path: Path) -> None:
     def limits(size: int, **changes: float) -> tuple[float, float]:
         world = World(torch.device("cpu"), size=size)

@@ -6,6 +6,7 @@ the processes and says who is who.
 """
 
 import datetime
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,4 +141,7 @@ def join_world(timeout_sec: float) -> Iterator[World]:
             grouped=True,
         )  # fmt: skip
     finally:
+        # DDP's reducer, if it were the group's last owner when Python ends, would wait for Gloo's
+        # threads with the interpreter's lock held, for which such a thread may wait: a hang.
+        gc.collect()
         dist.destroy_process_group()

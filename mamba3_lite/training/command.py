@@ -73,11 +73,11 @@ def pretrain_command(
         print(f"[warn] model.grad_checkpoint: {explicit} is explicit and wins over --no-checkpoint")
     settings = dataclasses.replace(settings, **changes)
     with join_world(settings.rank_timeout_sec) as world:
-        trainer = Pretrainer(
+        # No name for the trainer: it has to be gone when the group is destroyed.
+        code = Pretrainer(
             settings, resume=resume, dry_run=dry_run, full_shape=full_shape, profile=profile,
             sources=sources, world=world,
-        )  # fmt: skip
-        code = trainer.train()
+        ).train()  # fmt: skip
         # Once one has left with a code, torchrun ends the others: not before files are closed.
         world.gather(None)
     raise typer.Exit(code)
