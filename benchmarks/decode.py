@@ -1,6 +1,7 @@
 """Times decoding of the production model on a GPU, one row a batch size, and what goes with it.
 
-    python benchmarks/decode.py --peer transformer_decode.py --out benchmarks/results/decode.jsonl
+    python benchmarks/decode.py --peer benchmarks/peers/transformer_decode.py \\
+        --out benchmarks/results/decode.jsonl
 
 Weights are bfloat16, random unless --run names a trained model (a step costs the same; the drift of
 a bfloat16 state does not), and the state is float32. Nothing is timed before
