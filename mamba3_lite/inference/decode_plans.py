@@ -4,17 +4,16 @@ A plan changes speed, and results only by rounding. The choice for a (GPU, versi
 precision, batch size) is kept on disk, so that equal seeds give equal text in every process.
 """
 
-import functools
-import hashlib
-import json
-import os
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from mamba3_lite import env
+from mamba3_lite.models.ssd_plans import choice_key, keep_choice, read_choices
+
+_FILE = "decode_plans.json"
+_SOURCES = (
+    "kernels/decode.py", "kernels/fused.py", "inference/decode_ops.py", "inference/decode_plans.py",
+)  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -68,53 +67,17 @@ def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Pla
     return [plan for plan in plans if late or not plan.pdl]
 
 
-@functools.cache
-def _source_hash() -> str:
-    """Of the kernels, and of what decides how they are launched."""
-    package = Path(__file__).parent.parent
-    sources = (
-        "kernels/decode.py", "kernels/fused.py", "inference/decode_ops.py",
-        "inference/decode_plans.py",
-    )  # fmt: skip
-    text = b"".join((package / source).read_bytes() for source in sources)
-    return hashlib.sha256(text).hexdigest()[:12]
-
-
 def key(device: torch.device, dtype: torch.dtype, shape: str) -> str:
     """What a choice is valid for."""
-    import triton
-
-    name = torch.cuda.get_device_name(device)
-    precision = str(dtype).removeprefix("torch.")
-    return "|".join([name, f"triton {triton.__version__}", _source_hash(), precision, shape])
-
-
-def _path() -> Path:
-    return Path(env.read("MAMBA3_LITE_CACHE")).expanduser() / "decode_plans.json"
-
-
-def _entries() -> dict[str, list]:
-    """Chosen plans by key; a file that cannot be read is as good as none."""
-    try:
-        found = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home directory
-        return {}
-    return found if isinstance(found, dict) else {}
+    return choice_key(device, dtype, shape, _SOURCES)
 
 
 def remembered(name: str, among: list[Plan]) -> Plan | None:
     """The plan chosen earlier for this key, if it is one of those that are on offer now."""
-    found = _entries().get(name)
+    found = read_choices(_FILE).get(name)
     return next((plan for plan in among if list(plan) == found), None)
 
 
 def remember(name: str, plan: Plan) -> None:
-    """Keeps a choice; a folder that cannot be written only means choosing again next time."""
-    text = json.dumps({**_entries(), name: list(plan)}, indent=2)
-    try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, _path())
-    except (OSError, RuntimeError):
-        return
+    """Keeps a choice."""
+    keep_choice(_FILE, name, list(plan))

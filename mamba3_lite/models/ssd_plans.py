@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,8 @@ CANDIDATES = (
 # Compute capabilities on which the first candidate was measured to be the fastest (docs/LOG.md):
 # there it runs as soon as it has passed parity.
 MEASURED = ((9, 0),)
+_FILE = "fused_plans.json"
+_SOURCES = ("kernels/fused.py", "models/ssd_fused.py", "models/ssd_plans.py")
 
 
 def chunk_size(dtype: torch.dtype) -> int:
@@ -54,35 +56,66 @@ def chunk_size(dtype: torch.dtype) -> int:
 
 
 @functools.cache
-def _source_hash() -> str:
-    """Of the kernels, and of what decides how they are launched."""
+def _source_hash(sources: tuple[str, ...]) -> str:
     package = Path(__file__).parent.parent
-    sources = ("kernels/fused.py", "models/ssd_fused.py", "models/ssd_plans.py")
     text = b"".join((package / source).read_bytes() for source in sources)
     return hashlib.sha256(text).hexdigest()[:12]
 
 
-def key(device: torch.device, dtype: torch.dtype, heads: int, state_dim: int, head_dim: int) -> str:
-    """What a choice is valid for."""
+def choice_key(
+    device: torch.device, dtype: torch.dtype, shape: str, sources: tuple[str, ...]
+) -> str:
+    """What a choice is valid for: this GPU, Triton, code, precision and shape.
+
+    Args:
+        sources: files below the package: the kernels, and what decides how they are launched.
+    """
     import triton
 
     name = torch.cuda.get_device_name(device)
-    shape = f"H{heads}-N{state_dim}-P{head_dim}"
     precision = str(dtype).removeprefix("torch.")
-    return "|".join([name, f"triton {triton.__version__}", _source_hash(), precision, shape])
+    return "|".join([name, f"triton {triton.__version__}", _source_hash(sources), precision, shape])
+
+
+def choices_path(file: str) -> Path:
+    """Where choices are kept, by the name of their file."""
+    return Path(env.read("MAMBA3_LITE_CACHE")).expanduser() / file
+
+
+def read_choices(file: str) -> dict[str, Any]:
+    """Choices by key; a file that cannot be read is as good as none."""
+    try:
+        found = json.loads(choices_path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home directory
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def keep_choice(file: str, name: str, choice: Any) -> None:
+    """Adds a choice; a folder that cannot be written only means choosing again next time."""
+    text = json.dumps({**read_choices(file), name: choice}, indent=2)
+    try:
+        path = choices_path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as kept:
+            kept.write(text)
+        os.replace(kept.name, path)
+    except (OSError, RuntimeError):
+        return
+
+
+def key(device: torch.device, dtype: torch.dtype, heads: int, state_dim: int, head_dim: int) -> str:
+    """What a choice is valid for."""
+    return choice_key(device, dtype, f"H{heads}-N{state_dim}-P{head_dim}", _SOURCES)
 
 
 def _path() -> Path:
-    return Path(env.read("MAMBA3_LITE_CACHE")).expanduser() / "fused_plans.json"
+    return choices_path(_FILE)
 
 
 def _entries() -> dict[str, int]:
-    """Index of the chosen candidate by key; a file that cannot be read is as good as none."""
-    try:
-        found = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home directory
-        return {}
-    known = found.items() if isinstance(found, dict) else ()
+    """Index of the chosen candidate by key."""
+    known = read_choices(_FILE).items()
     return {n: i for n, i in known if type(i) is int and 0 <= i < len(CANDIDATES)}
 
 
@@ -93,12 +126,5 @@ def remembered(name: str) -> Plan | None:
 
 
 def remember(name: str, plan: Plan) -> None:
-    """Keeps a choice; a folder that cannot be written only means choosing again next time."""
-    text = json.dumps({**_entries(), name: CANDIDATES.index(plan)}, indent=2)
-    try:
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, _path())
-    except (OSError, RuntimeError):
-        return
+    """Keeps a choice."""
+    keep_choice(_FILE, name, CANDIDATES.index(plan))
