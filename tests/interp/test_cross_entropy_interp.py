@@ -4,17 +4,14 @@ As with the per-chunk kernel, the interpreted checks need a process of their own
 this file runs itself once more with TRITON_INTERPRET=1.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from mamba3_lite import env
 from mamba3_lite.models import ssd_triton
 from tests.cross_entropy_checks import CrossEntropyChecks
+from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 INTERPRETED = ssd_triton.HAS_TRITON and env.read("TRITON_INTERPRET") == "1"
@@ -27,17 +24,7 @@ if INTERPRETED:
 else:
 
     def test_every_check_passes_under_the_interpreter():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=inherited | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-        passed = re.search(r"(\d+) passed", child.stdout)
-        assert passed is not None and int(passed[1]) > 20, child.stdout
+        assert start_again(__file__) > 20
 
     @pytest.mark.parametrize("arch", [80, 90])
     @pytest.mark.parametrize("write_gradient", [True, False])

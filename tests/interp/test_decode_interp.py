@@ -5,10 +5,6 @@ once more with TRITON_INTERPRET=1.
 """
 
 import itertools
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +20,7 @@ from mamba3_lite.inference.generate import generate, prefill
 from mamba3_lite.models import ssd_triton
 from tests import decode_checks
 from tests.decode_checks import HEADS, PRODUCTS, assert_product, assert_ssd_step, relative
+from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 INTERPRETED = ssd_triton.HAS_TRITON and env.read("TRITON_INTERPRET") == "1"
@@ -203,14 +200,4 @@ if INTERPRETED:
 else:
 
     def test_every_check_passes_under_the_interpreter():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=inherited | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-        passed = re.search(r"(\d+) passed", child.stdout)
-        assert passed is not None and int(passed[1]) > 90, child.stdout
+        assert start_again(__file__) > 90

@@ -4,10 +4,6 @@ As with the per-chunk kernel, they need a process of their own: started plainly,
 itself once more with TRITON_INTERPRET=1.
 """
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from mamba3_lite import env
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.ssd_backends import BACKENDS
 from tests import test_document_mode as document_mode
+from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 KERNELS = [name for name in BACKENDS if name not in document_mode.PATHS]
@@ -35,14 +32,4 @@ if env.read("TRITON_INTERPRET") == "1":
 else:
 
     def test_document_mode_under_the_interpreter():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=inherited | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-        passed = re.search(r"(\d+) passed", child.stdout)
-        assert passed is not None and int(passed[1]) == 2 * len(KERNELS), child.stdout
+        assert start_again(__file__) == 2 * len(KERNELS)

@@ -5,12 +5,7 @@ itself once more with TRITON_INTERPRET=1. (The interpreter of Triton 3.6 has no 
 bfloat16; that precision is in tests/gpu.)
 """
 
-import os
-import re
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +17,7 @@ from mamba3_lite.models import ssd_fused, ssd_triton
 from mamba3_lite.models.ssd_plans import CANDIDATES
 from tests import fused_checks
 from tests.fused_checks import FusedChecks, Launch, answers, draw
+from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 INTERPRETED = ssd_triton.HAS_TRITON and env.read("TRITON_INTERPRET") == "1"
@@ -54,22 +50,6 @@ FAULTS = {
     ),
     "one dA for the other": ("tl.sum(s * turned, 0)", "tl.sum(s * grown, 0)", "dA"),
 }  # fmt: skip
-
-
-def start_again(*options: str) -> int:
-    """Runs this file's interpreted tests in a process of their own; returns how many passed."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, __file__],
-        env=inherited | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stdout + child.stderr
-    passed = re.search(r"(\d+) passed", child.stdout)
-    assert passed is not None, child.stdout
-    return int(passed[1])
 
 
 def addresses(launch: Launch, program: int, patch: pytest.MonkeyPatch) -> list[np.ndarray]:
@@ -215,8 +195,8 @@ if INTERPRETED:
 else:
 
     def test_every_check_passes_under_the_interpreter():
-        assert start_again() > 50
+        assert start_again(__file__) > 50
 
     @pytest.mark.campaign
     def test_campaign_under_the_interpreter():
-        assert start_again("-m", "campaign") > 15
+        assert start_again(__file__, "-m", "campaign") > 15

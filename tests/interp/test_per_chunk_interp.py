@@ -4,17 +4,12 @@ Triton decides when the kernel is imported whether it interprets, so the checks 
 their own: started plainly, this file runs itself once more with TRITON_INTERPRET=1.
 """
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from mamba3_lite import env
 from mamba3_lite.models import ssd_triton
+from tests.interp.again import start_again
 from tests.per_chunk_checks import CASES, PerChunkChecks
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
@@ -46,14 +41,4 @@ if INTERPRETED:
 else:
 
     def test_every_check_passes_under_the_interpreter():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=inherited | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-        passed = re.search(r"(\d+) passed", child.stdout)
-        assert passed is not None and int(passed[1]) > len(CASES), child.stdout
+        assert start_again(__file__) > len(CASES)

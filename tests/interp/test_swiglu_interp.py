@@ -4,11 +4,7 @@ As with the per-chunk kernel, the interpreted checks need a process of their own
 this file runs itself once more with TRITON_INTERPRET=1.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ import torch
 from mamba3_lite import env
 from mamba3_lite.models import mamba_block, ssd_fused, ssd_triton, swiglu
 from mamba3_lite.models.mamba_block import Mamba3Block
+from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
 INTERPRETED = ssd_triton.HAS_TRITON and env.read("TRITON_INTERPRET") == "1"
@@ -122,17 +119,7 @@ if INTERPRETED:
 else:
 
     def test_every_check_passes_under_the_interpreter():
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        child = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-            env=inherited | {"TRITON_INTERPRET": "1"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert child.returncode == 0, child.stdout + child.stderr
-        passed = re.search(r"(\d+) passed", child.stdout)
-        assert passed is not None and int(passed[1]) > 3 * len(HALVES), child.stdout
+        assert start_again(__file__) > 3 * len(HALVES)
 
     @pytest.mark.parametrize("arch", [80, 90])
     @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
