@@ -7,11 +7,13 @@ Weights are bfloat16, random unless --run names a trained model (a step costs th
 a bfloat16 state does not), and the state is float32. Nothing is timed before
 every kernel has passed its self-test and whole steps have followed the float32 plain path at least
 as closely as the plain path in bfloat16 does. Tokens per second are those of `generate`, greedy,
-the host included; graph_us is a step's CUDA graph alone. --plans times every launch plan.
+the host included; graph_us is a step's CUDA graph alone, kinds_us what each kind of kernel takes
+if only that kind runs (they overlap in a step). --plans times every launch plan.
 """
 
 import argparse
 import copy
+import functools
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ import rows
 
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decoder
+from mamba3_lite.inference.decode_ops import KernelOps
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decoder import Decoder, PlainDecoder, StepDecoder
 from mamba3_lite.inference.generate import choose_dispatch, load_model, prefill, stream
@@ -169,6 +172,31 @@ def plan_us(model: Mamba3Transformer, batch: int) -> dict[str, float | str]:
     return found
 
 
+def part_us(fast: Decoder) -> dict[str, float]:
+    """Microseconds that each kind of kernel takes in a step if only that kind runs."""
+    ops = KernelOps(fast.plan)
+    found = {}
+    for kind in ("product", "partial_product", "add_norm", "ssd_step"):
+        only = copy.copy(ops)
+        for other in ("embed", "product", "partial_product", "add_norm", "ssd_step"):
+            if other != kind:
+                setattr(only, other, functools.partial(_nothing, ops, other))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fast._run(only)
+        found[kind] = round(decoder._microseconds(graph), 1)
+    return found
+
+
+def _nothing(ops: KernelOps, name: str, *operands: Tensor, **how: Any) -> Tensor | None:
+    """In the place of an operation: a result of the right shape, and no kernel."""
+    if name != "partial_product":
+        return None
+    x, weight = operands
+    parts = -(-x.shape[1] // ops._split(x.shape[1], len(weight)))
+    return x.new_empty((parts, len(x), len(weight)), dtype=torch.float32)
+
+
 def graph_us(fast: Decoder) -> float:
     assert fast._graph is not None
     return decoder._microseconds(fast._graph)
@@ -197,6 +225,7 @@ def measure(
         "floor_us": floor_us(cfg, batch, name),
         "plan": dict(zip(Plan._fields, fast.plan, strict=True)),
         "parity_relative_l2": parity,
+        "kinds_us": part_us(fast),
     }
     if args.plans:
         row["plans_us"] = plan_us(model, batch)

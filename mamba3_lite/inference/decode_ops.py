@@ -7,6 +7,7 @@ Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N com
 W = H (P + 4 N + 1).
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +20,7 @@ LARGEST_INPUT = 16_384
 LARGEST_STATE = 256
 # Of the GPUs that this is for, 108 to 148.
 _MULTIPROCESSORS = 128
+_LEAST_SPLIT = 32
 _LINE_BYTES = 128
 
 
@@ -57,9 +59,27 @@ class PlainOps:
         result = plain_swiglu(result) if gated else result
         out.copy_(out + result if add else result)
 
+    def partial_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Parts (S, B, M), of which the sum is weight (M, K) times x (B, K)."""
+        return F.linear(x, weight)[None]
+
+    def add_norm(
+        self, x: Tensor, parts: Tensor | None, norm: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """x (B, K) <- x plus the sum of parts (S, B, K); out (B, K) <- its RMSNorm."""
+        if parts is not None:
+            x += parts.sum(0).to(x.dtype)
+        out.copy_(F.rms_norm(x, x.shape[-1:], norm, eps))
+
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
-        """One token: state (B, H, 2 N, P) in place and y (B, H P), from proj (B, W); a (2, H)."""
+        """One token: state (B, H, 2 N, P) in place and y (B, H P).
+
+        Args:
+            proj: the projection (B, W), or parts of it (S, B, W) to be summed.
+            a: decays (2, H), the real parts above the imaginary ones.
+        """
         _, heads, rows, channels = state.shape
+        proj = proj.sum(0) if proj.dim() == 3 else proj
         parts = proj.split([heads * channels, *[heads * rows // 2] * 4, heads], -1)
         x, *pairs = (part.unflatten(-1, (heads, -1)) for part in parts[:5])
         result, new = ssd_rotated.step(
@@ -80,6 +100,13 @@ class KernelOps:
     def _options(self, stages: int = 1) -> dict[str, int]:
         options = {"num_warps": self.plan.num_warps, "num_stages": stages, "PDL": self.plan.pdl}
         return options | ({"launch_pdl": True} if self.plan.pdl else {})
+
+    def _split(self, inputs: int, outputs: int) -> int:
+        """How many inputs a program takes: fewer where a product has too few programs."""
+        blocks, split = -(-outputs // self.plan.rows), self.plan.split
+        while blocks * -(-inputs // split) < _MULTIPROCESSORS and split > _LEAST_SPLIT:
+            split //= 2
+        return split
 
     def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
         """See :meth:`PlainOps.embed`. It starts a step, so it overlaps with nothing before it."""
@@ -120,6 +147,29 @@ class KernelOps:
             **kind, **self._options(self.plan.stages),
         )  # fmt: skip
 
+    def partial_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`PlainOps.partial_product`; float32, in a buffer of its own."""
+        (batch, inputs), outputs = x.shape, len(weight)
+        tile = min(self.plan.batch, max(16, _power_of_two(batch)))
+        split = self._split(inputs, outputs)
+        blocks, splits = -(-outputs // self.plan.rows), -(-inputs // split)
+        out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=x.device)
+        self.kernels.split_kernel[(blocks, splits, -(-batch // tile))](
+            x, weight, out, batch, K=inputs, M=outputs, BLOCK_B=tile, BLOCK_M=self.plan.rows,
+            BLOCK_K=split, **self._options(),
+        )  # fmt: skip
+        return out
+
+    def add_norm(
+        self, x: Tensor, parts: Tensor | None, norm: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """See :meth:`PlainOps.add_norm`."""
+        batch, width = x.shape
+        self.kernels.add_norm_kernel[(batch,)](
+            x, parts, norm, out, eps, K=width, S=0 if parts is None else len(parts),
+            BLOCK=_power_of_two(width), **self._options(),
+        )  # fmt: skip
+
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""
         batch, heads, rows, channels = state.shape
@@ -127,5 +177,5 @@ class KernelOps:
         tile_p = min(_power_of_two(channels), max(1, self.plan.state // tile_n))
         self.kernels.ssd_step_kernel[(batch * heads, -(-channels // tile_p))](
             proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
-            TILE_N=tile_n, TILE_P=tile_p, **self._options(),
+            S=len(proj) if proj.dim() == 3 else 1, TILE_N=tile_n, TILE_P=tile_p, **self._options(),
         )  # fmt: skip

@@ -24,6 +24,9 @@ class Plan(NamedTuple):
     batch, rows, depth, stages: at larger batches the sequences and the most output columns of a
         program, the slice of the inputs that a round of its loop takes, and the rounds under way.
     state: how many numbers of a state, of one part, a program of the SSD step holds.
+    split: at larger batches the most inputs of a product that a program takes; 0: it loops over all
+        of them. ``batch`` and ``rows`` are then the program's tile, and ``depth`` and ``stages``
+        count for the products that are not split.
     """
 
     pdl: bool
@@ -34,6 +37,7 @@ class Plan(NamedTuple):
     depth: int
     stages: int
     state: int
+    split: int = 0
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
@@ -42,6 +46,10 @@ VECTOR_PLANS = (
     SMALL_PLAN._replace(pdl=True, weights=8192),
     SMALL_PLAN._replace(pdl=True),
     SMALL_PLAN._replace(pdl=True, num_warps=8, weights=16384),
+    # A warp a program: sums without a barrier.
+    SMALL_PLAN._replace(pdl=True, num_warps=1, weights=2048),
+    SMALL_PLAN._replace(pdl=True, num_warps=2, weights=4096),
+    SMALL_PLAN._replace(pdl=True, num_warps=2, weights=2048),
     SMALL_PLAN._replace(weights=8192),
 )
 BATCH_PLANS = (
@@ -50,6 +58,10 @@ BATCH_PLANS = (
     Plan(True, 4, 8192, 32, 32, 64, 4, 2048),
     Plan(True, 4, 8192, 64, 32, 128, 3, 4096),
     Plan(False, 4, 8192, 64, 32, 64, 4, 2048),
+    Plan(True, 4, 8192, 64, 64, 128, 5, 2048, split=256),
+    Plan(True, 8, 8192, 64, 64, 128, 5, 4096, split=256),
+    Plan(True, 4, 8192, 64, 64, 256, 3, 2048, split=128),
+    Plan(False, 4, 8192, 64, 64, 128, 5, 2048, split=256),
 )
 
 

@@ -36,6 +36,7 @@ class Buffers(NamedTuple):
 
     ids: Tensor
     x: Tensor
+    normed: Tensor
     proj: Tensor
     y: Tensor
     act: Tensor
@@ -87,6 +88,7 @@ def make_buffers(
     return Buffers(
         ids=torch.zeros(batch, dtype=torch.int64, device=device),
         x=empty(cfg.d_model),
+        normed=empty(cfg.d_model),
         proj=empty(heads * (channels + 4 * width + 1)),
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),

@@ -144,6 +144,9 @@ class Decoder:
         """The whole step: ids and state in, logits and state out, all in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
+        if ops.plan.split and len(b.ids) > 1:
+            self._run_split(ops)
+            return
         for layer, state in zip(w.layers, b.state, strict=True):
             ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
             ops.ssd_step(b.proj, layer.a, state, b.y)
@@ -151,6 +154,19 @@ class Decoder:
             ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
             ops.product(b.act, layer.down, b.x, add=True)
         ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+
+    def _run_split(self, ops: KernelOps) -> None:
+        """From the embedding on, with products in parts: a norm is then a kernel of its own."""
+        w, b = self.weights, self.buffers
+        following = [layer.norm1 for layer in w.layers[1:]] + [w.norm_f]
+        ops.add_norm(b.x, None, w.layers[0].norm1, w.eps, b.normed)
+        for layer, state, norm in zip(w.layers, b.state, following, strict=True):
+            ops.ssd_step(ops.partial_product(b.normed, layer.in_proj), layer.a, state, b.y)
+            mixed = ops.partial_product(b.y, layer.mixer)
+            ops.add_norm(b.x, mixed, layer.norm2, w.eps, b.normed)
+            ops.product(b.normed, layer.gate_up, b.act, gated=True)
+            ops.add_norm(b.x, ops.partial_product(b.act, layer.down), norm, w.eps, b.normed)
+        ops.product(b.normed, w.head, b.logits)
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources

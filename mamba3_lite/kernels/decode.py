@@ -1,14 +1,18 @@
-"""One token through the model: five kernels a layer, each reading its weights or state once.
+"""One token through the model: five to seven kernels a layer, each reading weights or state once.
 
 Legend: B batch, H heads, P channels of a head, N complex state width, K inputs and M outputs of a
-product, W = H (P + 4 N + 1) columns of the projection (x, Re B, Im B, Re C, Im C, dt).
+product, W = H (P + 4 N + 1) columns of the projection (x, Re B, Im B, Re C, Im C, dt), S splits.
 
 A layer is norm and in_proj, the SSD step, the folded mixer onto the residual, norm with gate, up
-and SwiGLU, and the down product onto the residual. A step is bound by memory, and at batch 1 by the
-latency of the chain, so with PDL (programmatic dependent launch, compute capability 9.0) a kernel
-starts while its predecessor runs, and takes in what does not depend on it: its weights, or the
-state. ``griddepcontrol.wait`` then waits for all that the predecessor has written. Every kernel
-waits, so all earlier kernels are finished behind it, too.
+and SwiGLU, and the down product onto the residual. At larger batches the inputs of a product can be
+split: a program then has no loop, many programs share a product, and whoever reads the result sums
+S partial ones (``split_kernel``, ``add_norm_kernel``).
+
+A step is bound by memory, and at batch 1 by the latency of the chain, so with PDL (programmatic
+dependent launch, compute capability 9.0) a kernel starts while its predecessor runs, and takes in
+what does not depend on it: its weights, or the state. ``griddepcontrol.wait`` then waits for all
+that the predecessor has written. Every kernel waits, so all earlier kernels are finished behind it,
+too.
 
 Nothing is accumulated in memory: equal inputs give equal bits.
 """
@@ -87,19 +91,21 @@ def vector_kernel(
     k = tl.arange(0, BLOCK_K)
     # Rows beyond the end are read as the last one, and not stored.
     at = weight + tl.minimum(row, M - 1)[:, None] * K + k[None, :]
-    w = _load_columns(at, k[None, :], K, BLOCK_K)
+    w = _load_columns(at, k[None, :], K, BLOCK_K).to(tl.float32)
     if GATED:
-        up = _load_columns(at + M * K, k[None, :], K, BLOCK_K)
+        up = _load_columns(at + M * K, k[None, :], K, BLOCK_K).to(tl.float32)
     if NORM:
         scale = _load_columns(norm + k, k, K, BLOCK_K).to(tl.float32)
     _wait(PDL)
     v = _load_columns(x + k, k, K, BLOCK_K).to(tl.float32)
+    factor = 1.0
     if NORM:
-        v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * scale
-        v = v.to(x.dtype.element_ty).to(tl.float32)
-    result = tl.sum(w.to(tl.float32) * v[None, :], 1)
+        # The same for all outputs: it comes last, so that neither sum waits for the other.
+        factor = tl.rsqrt(tl.sum(v * v, 0) / K + eps)
+        v = v * scale
+    result = tl.sum(w * v[None, :], 1) * factor
     if GATED:
-        result = _silu(result) * tl.sum(up.to(tl.float32) * v[None, :], 1)
+        result = _silu(result) * (tl.sum(up * v[None, :], 1) * factor)
     if ADD:
         result += tl.load(out + row, mask=row < M, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
@@ -163,6 +169,63 @@ def batch_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["batch"])
+def split_kernel(
+    x, weight, out, batch,
+    K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of M, splits of K, blocks of B): out (S, B, M) float32, its sum over S x W^T.
+
+    x (B, K), weight (M, K).
+    """
+    _announce(PDL)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    # Rows beyond the end are read as the last one, and not stored.
+    w_rows = weight + tl.minimum(m, M - 1)[:, None] * K
+    w = _load_columns(w_rows + k[None, :], k[None, :], K, BLOCK_K)
+    _wait(PDL)
+    x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
+    a = _load_columns(x_rows + k[None, :], k[None, :], K, BLOCK_K)
+    acc = tl.dot(a, tl.trans(w), input_precision="tf32x3")
+    inside = (b < batch)[:, None] & (m < M)[None, :]
+    tl.store(out + (split * batch + b)[:, None] * M + m[None, :], acc, mask=inside)
+
+
+@triton.jit
+def add_norm_kernel(
+    x, parts, norm, out, eps,
+    K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,): x (B, K) += the sum of parts (S, B, K) float32; out = RMSNorm(x) with ``norm``."""
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    scale = _load_columns(norm + k, k, K, BLOCK).to(tl.float32)
+    _wait(PDL)
+    v = _load_columns(x + row * K + k, k, K, BLOCK).to(tl.float32)
+    for i in tl.static_range(S):
+        v += _load_columns(parts + (i * tl.num_programs(0) + row) * K + k, k, K, BLOCK)
+    # As those who read the residual next will see it.
+    rounded = v.to(x.dtype.element_ty)
+    v = rounded.to(tl.float32)
+    if S > 0:
+        tl.store(x + row * K + k, rounded, mask=k < K)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * scale
+    tl.store(out + row * K + k, v.to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _sum_parts(at, mask, stride, S: tl.constexpr):
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, S):
+        total += tl.load(at + i * stride, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit
 def _expm1_near_zero(x):
     """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
@@ -175,14 +238,14 @@ def _expm1_near_zero(x):
 @triton.jit
 def ssd_step_kernel(
     proj, a_re, a_im, state, y,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
     TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H, tiles of P): h <- e^{A s} h + B x^T in place, y (B, H P) = Re(C h).
 
-    state (B, H, 2 N, P): real rows above imaginary ones; computed in float32 whatever its dtype.
-    The factor is split as in ``ssd_complex.split_factor``: near 1 only what differs from 1 is
-    rounded.
+    proj (S, B, W) is the projection in S parts; state (B, H, 2 N, P): real rows above imaginary
+    ones; computed in float32 whatever its dtype. The factor is split as in
+    ``ssd_complex.split_factor``: near 1 only what differs from 1 is rounded.
     """
     _announce(PDL)
     program = tl.program_id(0).to(tl.int64)
@@ -191,20 +254,26 @@ def ssd_step_kernel(
     p = tl.program_id(1) * TILE_P + tl.arange(0, TILE_P)
     inside = (n < N)[:, None] & (p < P)[None, :]
     at = state + program * (2 * N * P) + n[:, None] * P + p[None, :]
-    # The state is of the last token, so it need not wait.
-    h_re = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    h_im = tl.load(at + N * P, mask=inside, other=0.0).to(tl.float32)
+    # The state is of the last token, so it need not wait; nor need the cache keep it.
+    first: tl.constexpr = "evict_first"
+    h_re = tl.load(at, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
+    h_im = tl.load(at + N * P, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     alpha = tl.load(a_re + head)
     turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
     _wait(PDL)
-    row = proj + (program // H) * (H * (P + 4 * N + 1))
-    x = tl.load(row + head * P + p, mask=p < P, other=0.0).to(tl.float32)
+    width = H * (P + 4 * N + 1)
+    row = proj + (program // H) * width
+    stride = (tl.num_programs(0) // H).to(tl.int64) * width
+    x = _sum_parts(row + head * P + p, p < P, stride, S)
     pairs = row + H * P + head * N + n
-    b_re = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
-    b_im = tl.load(pairs + H * N, mask=n < N, other=0.0).to(tl.float32)
-    c_re = tl.load(pairs + 2 * H * N, mask=n < N, other=0.0).to(tl.float32)
-    c_im = tl.load(pairs + 3 * H * N, mask=n < N, other=0.0).to(tl.float32)
-    s = _softplus(tl.load(row + H * (P + 4 * N) + head).to(tl.float32))
+    b_re = _sum_parts(pairs, n < N, stride, S)
+    b_im = _sum_parts(pairs + H * N, n < N, stride, S)
+    c_re = _sum_parts(pairs + 2 * H * N, n < N, stride, S)
+    c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
+    raw_dt = tl.load(row + H * (P + 4 * N) + head).to(tl.float32)
+    for i in tl.static_range(1, S):
+        raw_dt += tl.load(row + i * stride + H * (P + 4 * N) + head).to(tl.float32)
+    s = _softplus(raw_dt)
 
     turn = turns * s.to(tl.float64)
     angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
@@ -217,7 +286,8 @@ def ssd_step_kernel(
     imag = size * tl.sin(angle)
     new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
     new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
-    tl.store(at, new_re.to(state.dtype.element_ty), mask=inside)
-    tl.store(at + N * P, new_im.to(state.dtype.element_ty), mask=inside)
+    kind = state.dtype.element_ty
+    tl.store(at, new_re.to(kind), mask=inside, eviction_policy=first)
+    tl.store(at + N * P, new_im.to(kind), mask=inside, eviction_policy=first)
     read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
     tl.store(y + program * P + p, read.to(y.dtype.element_ty), mask=p < P)

@@ -17,7 +17,14 @@ from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 from mamba3_lite.training.pretrain import Pretrainer
 from tests import decode_checks
-from tests.decode_checks import HEADS, PRODUCTS, assert_product, assert_ssd_step, relative
+from tests.decode_checks import (
+    HEADS,
+    PRODUCTS,
+    assert_product,
+    assert_split,
+    assert_ssd_step,
+    relative,
+)  # fmt: skip
 from tests.runs import config, tokens
 
 pytestmark = [
@@ -27,6 +34,7 @@ pytestmark = [
 DEVICE = "cuda"
 KINDS = ({"normed": True}, {"add": True}, {"normed": True, "gated": True})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPLIT = next(plan for plan in BATCH_PLANS if plan.split)
 MODEL = {"head_dim": 16, "state_dim": 16, "d_model": 64, "ffn_dim": 96, "chunk_size": 64}
 
 
@@ -80,13 +88,25 @@ def test_products_agree_with_their_twin(dtype, kind):
                 assert_product(KernelOps(plan), batch, shape, dtype, DEVICE, **kind)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_in_parts_agree_with_their_twin(dtype):
+    for batch in (2, 17, 70):
+        for split in (32, 256):
+            plan = (SMALL_PLAN if dtype == torch.float32 else SPLIT)._replace(
+                split=split, pdl=False
+            )
+            for shape in (*PRODUCTS, (300, 48)):
+                assert_split(KernelOps(plan), batch, shape, dtype, DEVICE)
+
+
 @pytest.mark.parametrize("sizes", HEADS)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_the_ssd_step_agrees_with_its_twin(state_dtype, sizes):
     for dtype, batch, plan in (
         (torch.float32, 1, SMALL_PLAN), (torch.bfloat16, 3, BATCH_PLANS[-1]),
     ):  # fmt: skip
-        assert_ssd_step(KernelOps(plan), batch, sizes, dtype, state_dtype, DEVICE)
+        for parts in (1, 4):
+            assert_ssd_step(KernelOps(plan), batch, sizes, dtype, state_dtype, DEVICE, parts=parts)
 
 
 @pytest.mark.parametrize("raw_dt", [-20.0, 2.0, 50.0, 1000.0])
@@ -111,20 +131,19 @@ def test_every_candidate_is_right_at_the_production_shape_a04(batch):
             assert decode_self_test.problem(KernelOps(plan), weights, buffers) is None, plan
 
 
-@pytest.mark.parametrize("batch, same", [(1, (VECTOR_PLANS[0], VECTOR_PLANS[-1])),
-                                         (64, (BATCH_PLANS[0], BATCH_PLANS[-1]))])  # fmt: skip
-def test_overlapping_kernels_change_no_bit(batch, same):
+@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0]), (64, SPLIT)])
+def test_overlapping_kernels_change_no_bit(batch, plan):
     """A kernel that read before its predecessor had written would, sooner or later."""
-    if not here(same[0]):
+    if not here(plan):
         pytest.skip("needs compute capability 9.0")
-    assert same[0]._replace(pdl=False) == same[1]
+    assert plan.pdl
     torch.manual_seed(0)
     model = Mamba3Transformer(ModelConfig(n_layers=6, vocab_size=5000)).to(DEVICE).bfloat16().eval()
     start = [torch.randn(batch, 16, 128, 64, device=DEVICE) for _ in range(6)]
     ids = torch.randint(0, 5000, (300, batch), generator=torch.Generator().manual_seed(1))
     runs = []
-    for plan in same:
-        fast = Decoder(model, batch, plan=plan)
+    for each in (plan, plan._replace(pdl=False)):
+        fast = Decoder(model, batch, plan=each)
         runs.append([step_through(fast, start, ids), *fast.state()])
     assert all(map(torch.equal, *runs))
 

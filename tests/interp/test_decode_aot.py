@@ -13,6 +13,7 @@ from mamba3_lite.inference.decode_plans import BATCH_PLANS, SMALL_PLAN, VECTOR_P
 from mamba3_lite.inference.decoder import Decoder
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.transformer import ModelConfig
+from tests.decode_checks import KERNELS
 from tests.fused_checks import Launch, _Watched
 from tests.interp.test_fused_aot import assert_fits, distinct
 from tests.interp.test_per_chunk_aot import stack_bytes
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.skipif(
     not ssd_triton.HAS_TRITON or env.read("TRITON_INTERPRET") == "1",
     reason="needs Triton, compiling and not interpreting",
 )
-KERNELS = ("embed_kernel", "vector_kernel", "batch_kernel", "ssd_step_kernel")
 PRODUCTION = ModelConfig(n_layers=1)
+SPLIT = next(plan for plan in BATCH_PLANS if plan.split)
 NEWEST, OLDEST = 90, 80
 
 
@@ -67,25 +68,27 @@ def supported(plan: Plan, arch: int) -> Plan:
 
 
 @pytest.mark.parametrize("arch", [OLDEST, NEWEST])
-@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0])])
+@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0]), (64, SPLIT)])
 def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
-    assert len(found) == 7, "five a layer, the embedding and the head"
+    more = 3 if plan.split else 0
+    assert len(found) == 7 + more, "five a layer, the embedding and the head; norms of their own"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")
         assert stack <= 256, (launch.kernel.__name__, stack)
         code = compiled.asm["ptx"]
         assert ("griddepcontrol" in code) is plan.pdl
-        if launch.kernel.__name__ in ("vector_kernel", "ssd_step_kernel") and plan.pdl:
+        name = launch.kernel.__name__
+        if name in ("vector_kernel", "ssd_step_kernel", "split_kernel") and plan.pdl:
             early, late = code.split("griddepcontrol.wait")
             # Weights and state are under way before the wait, and nothing else is.
             assert "griddepcontrol.launch_dependents" in early
             assert len(re.findall(r"ld\.global", early)) >= 2
             assert "ld.global" in late and "st.global" not in early
-            assert re.findall(r"ld\.global\.v4", early)
-        elif launch.kernel.__name__ == "batch_kernel" and plan.pdl:
+            assert re.findall(r"ld\.global\S*\.v4", early)
+        elif name == "batch_kernel" and plan.pdl:
             early = code.split("griddepcontrol.wait")[0]
             assert "prefetch.global.L2" in early and "ld.global" not in early
             assert "cp.async" not in early
