@@ -5,6 +5,7 @@ A job is ``[name, changes]``: changes of the configuration of :func:`tests.runs.
 ``--cli`` errors end the process as they do on the command line.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -99,6 +100,13 @@ def train(world: World, folder: Path, told: dict[str, Any], changes: dict[str, A
     settings = runs.config(folder.parent, **{"checkpoint_dir": str(folder / "run"), **changes})
     trainer = Watched(settings, world=world)
     trainer.told, trainer.seen = told, []
+    gradients: list[Any] = []
+    if told.get("float32"):
+        trainer.amp_context = contextlib.nullcontext()
+    if told.get("keep_gradients"):
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: gradients.append(_complex_gradients(trainer))
+        )
     if "full_at" in told:
         fill_disk(told, world)
     code = trainer.train()
@@ -111,8 +119,14 @@ def train(world: World, folder: Path, told: dict[str, Any], changes: dict[str, A
         "code": code, "seen": trainer.seen, "weights": digest.hexdigest(),
         "tied": trainer.model.lm_head.weight is trainer.model.embed.weight,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "state": trainer.state.to_dict(),
+        "state": trainer.state.to_dict(), "complex_gradients": gradients,
     }  # fmt: skip
+
+
+def _complex_gradients(trainer: Pretrainer) -> list[list[float]]:
+    """Of every layer's A, as real numbers: what the update is about to take."""
+    found = [p.grad for p in trainer.model.parameters() if p.is_complex()]
+    return [torch.view_as_real(g).flatten().tolist() for g in found if g is not None]
 
 
 def main(folder: Path, jobs: list, *, cli: bool) -> None:

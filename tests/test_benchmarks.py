@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from tests import runs
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import loss_curves
+import many_gpus
 import plots
 import rows
 import ssd_operator
 from ssd_operator import Case
 
 BENCHMARKS = Path(ssd_operator.__file__).parent
+ROOT = BENCHMARKS.parent
 PEERS = """\
 compiling
 official Mamba-2 SSD C=64             forward   0.810 ms  forward+backward   4.110 ms
@@ -294,6 +297,57 @@ def test_pictures_without_matplotlib_and_of_unknown_rows(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     plots.draw(results, picture)
     assert "no matplotlib" in capsys.readouterr().err and not picture.exists()
+
+
+# Many GPUs
+
+
+def logged(paces: list[float], *, every: int = 2) -> list[dict[str, float]]:
+    """Log rows of ``every`` optimizer steps that took so many seconds each."""
+    times = np.cumsum([every * pace for pace in paces])
+    return [
+        {"opt_step": every * (i + 1), "time": 100.0 + t, "tps": 1000 / pace}
+        for i, (t, pace) in enumerate(zip(times, paces, strict=True))
+    ]
+
+
+def test_the_cost_of_a_save_is_what_the_loop_lost_behind_it():
+    rows_of_a_run = logged([9.0, 1.0, 1.0, 1.1, 1.0, 1.5, 1.2, 1.0])
+    assert many_gpus.save_cost(rows_of_a_run, 1, 10) == pytest.approx(2 * (0.5 + 0.2))
+    assert many_gpus.save_cost(logged([1.0] * 8), 1, 10) == pytest.approx(0)
+    with pytest.raises(SystemExit, match="more log rows"):
+        many_gpus.save_cost(rows_of_a_run, 4, 10)
+    found = many_gpus.speed(rows_of_a_run, 1)
+    assert found["tokens_per_sec"] == 1000 and found["min_tokens_per_sec"] == 667
+
+
+def test_ranks_are_timed_beside_one_process_without_torchrun(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [
+        sys.executable, many_gpus.__file__, "--config", "configs/debug_cpu.yaml", "--ranks", "2",
+        "--modes", "fsdp", "--opt-steps", "12", "--row", "1", "--skip", "1", "--save",
+        "--out", str(out), "model.n_layers=1", "training.micro_batch_size=1",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone, ranks = rows.read(out)
+    assert (alone["mode"], alone["ranks"], alone["efficiency"]) == ("alone", 1, 1.0)
+    assert (ranks["mode"], ranks["ranks"], ranks["rows"]) == ("fsdp", 2, 11)
+    assert (
+        0 < ranks["efficiency"] == round(ranks["tokens_per_sec"] / (2 * alone["tokens_per_sec"]), 4)
+    )
+    assert ranks["least_peak_mem_gib"] <= ranks["peak_mem_gib"] and "save_share" in ranks
+    assert alone["environment"]["command"].startswith("python ")
+
+
+def test_a_run_that_fails_ends_the_benchmark_with_what_it_said(tmp_path):
+    command = [
+        sys.executable, many_gpus.__file__, "--config", "configs/debug_cpu.yaml",
+        "--out", str(tmp_path / "rows.jsonl"), "model.ssd_dispatch=fused",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "alone-1 failed:" in done.stderr
+    assert "error: " in done.stderr and not (tmp_path / "rows.jsonl").exists()
 
 
 def test_every_command_of_the_page_is_one():
