@@ -1,6 +1,7 @@
 """Text in, text out: the Python API, saved and forked states, and the command."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -359,3 +360,22 @@ def test_the_guide_knows_every_option_and_its_default():
         shown = documented[option.opts[0]]
         if isinstance(option.default, int | float | str) and not isinstance(option.default, bool):
             assert shown == f"`{option.default}`", option.name
+
+
+def test_the_measured_speeds_are_those_of_the_recorded_rows():
+    page = (ROOT / "docs" / "guides" / "generate.md").read_text(encoding="utf-8")
+    lines = (ROOT / "benchmarks" / "results" / "decode.jsonl").read_text(encoding="utf-8")
+    found = list(map(json.loads, lines.splitlines()))
+    (commit,) = {row["environment"]["git"]["commit"][:7] for row in found[-6:]}
+    assert f"commit {commit}, `benchmarks/results/decode.jsonl`" in page
+    newest = {row["benchmark"] + str(row.get("batch", "")): row for row in found}
+    for batch in (1, 64):
+        row = newest[f"decode{batch}"]
+        low, high = f"{row['min']:,}", f"{row['max']:,}"
+        rate = f"{row['tokens_per_sec']:,} ({low} to {high})"
+        assert f"| {batch} | {rate} | {row['graph_us']} | {row['floor_us']} |" in page
+    assert f": {newest['decode_first_token']['median_ms']} ms" in page
+    memory = newest["decode_memory"]["mib"]
+    assert memory["at_token_1000"] == memory["at_token_100000"]
+    assert f"{memory['at_token_1000']} MiB at token 1,000" in page
+    assert "\n".join(newest["decode_peer"]["printed"]) in page
