@@ -138,8 +138,10 @@ class KernelOps:
             )
             return
         tile = min(self.plan.batch, max(16, _power_of_two(batch)))
-        # Narrow outputs in thin slices: a program a multiprocessor reads more at a time.
-        rows = min(self.plan.rows, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
+        # Narrow outputs in thin slices: a program a multiprocessor reads more at a time. A gated
+        # product holds two slices.
+        most = max(16, self.plan.rows // (2 if gated else 1))
+        rows = min(most, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
         self.kernels.batch_kernel[(-(-outputs // rows), -(-batch // tile))](
             x, norm, weight, out, eps, batch,
