@@ -92,7 +92,7 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     test.product("gate_up", b.x, layer.gate_up, b.act, norm=layer.norm2, eps=eps, gated=True)
     test.product("down", b.act, layer.down, b.x, add=True)
     test.product("head", b.x, weights.head, b.logits, norm=weights.norm_f, eps=eps)
-    if ops.plan.split and len(b.ids) > 1:
+    if ops.plan.split:
         # What else such a plan runs, and the same kernels once more without a norm.
         test.split("in_proj in parts", b.x, layer.in_proj, layer.norm1, eps)
         test.split("mixer in parts", b.y, layer.mixer, layer.norm2, eps)

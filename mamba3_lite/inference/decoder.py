@@ -144,7 +144,7 @@ class Decoder:
         """The whole step: ids and state in, logits and state out, all in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
-        if ops.plan.split and len(b.ids) > 1:
+        if ops.plan.split:
             self._run_split(ops)
             return
         for layer, state in zip(w.layers, b.state, strict=True):

@@ -270,10 +270,7 @@ def ssd_step_kernel(
     b_im = _sum_parts(pairs + H * N, n < N, stride, S)
     c_re = _sum_parts(pairs + 2 * H * N, n < N, stride, S)
     c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
-    raw_dt = tl.load(row + H * (P + 4 * N) + head).to(tl.float32)
-    for i in tl.static_range(1, S):
-        raw_dt += tl.load(row + i * stride + H * (P + 4 * N) + head).to(tl.float32)
-    s = _softplus(raw_dt)
+    s = _softplus(_sum_parts(row + H * (P + 4 * N) + head, True, stride, S))
 
     turn = turns * s.to(tl.float64)
     angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN

@@ -24,7 +24,7 @@ from tests.decode_checks import (
     assert_split,
     assert_ssd_step,
     relative,
-)  # fmt: skip
+)
 from tests.runs import config, tokens
 
 pytestmark = [

@@ -27,7 +27,7 @@ from tests.decode_checks import (
     assert_split,
     assert_ssd_step,
     relative,
-)  # fmt: skip
+)
 from tests.interp.again import start_again
 
 pytestmark = pytest.mark.skipif(not ssd_triton.HAS_TRITON, reason="needs Triton")
