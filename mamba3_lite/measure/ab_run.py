@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from mamba3_lite import env, hardware
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models import ssd_backends
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import TrainingConfig, load_training_config
+from mamba3_lite.training.passes import RECORDING_MODE, can_record
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.run_data import open_data
 
@@ -74,7 +76,9 @@ def compile_mode_in_effect(config: TrainingConfig, device: torch.device) -> str 
         "vocab_size": 8, "d_model": 8, "n_layers": 1, "n_heads": 1, "head_dim": 8, "state_dim": 8,
         "ffn_dim": 8,
     }  # fmt: skip
-    return compile_blocks(Mamba3Transformer(tiny), config.compile_mode)
+    blocks = compile_blocks(Mamba3Transformer(tiny), config.compile_mode)
+    recorded = config.compile_mode == RECORDING_MODE and can_record(World(device))
+    return RECORDING_MODE if recorded else blocks
 
 
 def check(path: str) -> dict[str, Any]:

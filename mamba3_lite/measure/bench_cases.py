@@ -23,6 +23,7 @@ from mamba3_lite import env
 from mamba3_lite.data.dataset import PretrainDataset
 from mamba3_lite.data.loader import SampleOrder, make_loader
 from mamba3_lite.data.shards import ShardWriter
+from mamba3_lite.distributed.world import World
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference.decoder import decoder_for
 from mamba3_lite.inference.generate import prefill
@@ -35,6 +36,7 @@ from mamba3_lite.training.compile import compile_blocks
 from mamba3_lite.training.config import TrainingConfig
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.optim import build_optimizer
+from mamba3_lite.training.passes import recording_for
 from mamba3_lite.training.schedule import build_schedule
 from mamba3_lite.training.step import settle, train_step
 
@@ -223,7 +225,11 @@ class StepLoop:
             self.segments = (
                 (torch.rand(shape, device=device) < 1 / DOCUMENT_TOKENS).long().cumsum(1)
             )
-        AccumulationWindow.of(self.optimizer).late = True
+        window = AccumulationWindow.of(self.optimizer)
+        window.late, window.recording = (
+            True,
+            recording_for(self.model, config, self.amp, World(device)),
+        )
         self.opt_steps = self.calls = 0
 
     def opt_step(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mamba3_lite.distributed.world import World
+from mamba3_lite.training.passes import Recording
 
 
 class Outcome(NamedTuple):
@@ -76,6 +77,8 @@ class AccumulationWindow:
         # False: train_step reads a window's outcome when it closes. True: when the next one closes,
         # while the device is busy with that one; whoever needs it earlier calls settle.
         self.late = False
+        # In the place of the plain passes of a micro-step.
+        self.recording: Recording | None = None
         self.world = World.alone()  # whose micro-steps make a window together
         self.verdict: Verdict | None = None  # of the last update, until it is read
         self.outcome: Outcome | None = None  # the last one read, until it is taken

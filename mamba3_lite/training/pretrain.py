@@ -20,15 +20,12 @@ from mamba3_lite.errors import UserError, user_errors_as_one_line
 from mamba3_lite.models.arithmetic import model_flops_per_token
 from mamba3_lite.models.transformer import Mamba3Transformer
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
-from mamba3_lite.training.config import (
-    TrainConfig,
-    TrainingConfig,
-    validate,
-)
+from mamba3_lite.training.config import TrainConfig, TrainingConfig, validate
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.meter import Meter
 from mamba3_lite.training.optim import build_optimizer, load_optimizer
 from mamba3_lite.training.parallel import chosen_mode, parallelize
+from mamba3_lite.training.passes import recording_for
 from mamba3_lite.training.profile import MicroStepProfiler
 from mamba3_lite.training.run_data import open_data
 from mamba3_lite.training.run_lock import RunLock
@@ -207,6 +204,9 @@ class Pretrainer:
             self.amp_context = torch.autocast("cuda", dtype=torch.bfloat16)
         else:
             self._notes.append("[warn] no CUDA device: training in float32 on the CPU")
+        self._window.recording = recording_for(self.model, config, self.amp_context, self.world)
+        if self._window.recording is not None:
+            self._notes.append("micro-steps are recorded as CUDA graphs and replayed")
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Weights, moments, schedule, counters and generators from a checkpoint."""

@@ -1,5 +1,6 @@
 """One micro-step, and the optimizer step when it closes an accumulation window."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mamba3_lite.training.config import TrainingConfig
 from mamba3_lite.training.guard import AccumulationWindow, Verdict
-from mamba3_lite.training.losses import next_token_loss
 from mamba3_lite.training.optim import gradient_norm, update
 from mamba3_lite.training.parallel import gradient_sync
+from mamba3_lite.training.passes import forward_backward
 
 
 def train_step(
@@ -60,10 +61,9 @@ def train_step(
     if micro_step % accumulation == 0:
         window.open(optimizer, tokens.numel() * accumulation)
     with gradient_sync(model, last=closes):
-        with amp_context:
-            loss_sum, count = next_token_loss(model, tokens, targets, segment_ids=segment_ids)
-        (loss_sum / window.divisor).backward()
-    loss_sum = loss_sum.detach()
+        batch = (tokens, targets, *(() if segment_ids is None else (segment_ids,)))
+        passes = window.recording or functools.partial(forward_backward, model, amp_context)
+        loss_sum, count = passes(window.divisor, batch)
     window.add(loss_sum, count)
     metrics = {"loss_sum": loss_sum, "tokens": count, "loss": loss_sum / count.clamp_min(1)}
     if closes:

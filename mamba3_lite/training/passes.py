@@ -1,0 +1,139 @@
+"""The two passes of a micro-step: plain, or recorded once as CUDA graphs and replayed.
+
+A micro-step is thousands of launches from Python. Where the micro-batch is small they take longer
+than the work itself; a replay is one launch.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mamba3_lite.distributed.world import World
+from mamba3_lite.training.config import TrainingConfig
+from mamba3_lite.training.losses import next_token_loss
+
+RECORDING_MODE = "reduce-overhead"
+
+# (summed loss, number of counted tokens), both 0-d.
+LossAndCount = tuple[Tensor, Tensor]
+# Runs something without effect and gives what replays it.
+Record = Callable[[Callable[[], LossAndCount]], tuple[Callable[[], None], LossAndCount]]
+
+
+def forward_backward(
+    model: nn.Module, amp_context: AbstractContextManager, divisor: int, batch: Sequence[Tensor]
+) -> LossAndCount:
+    """Adds the gradients of the summed loss over ``divisor`` to those that are there.
+
+    Args:
+        batch: tokens and targets (B, T), and segment ids (B, T) where documents matter.
+    """
+    tokens, targets, *segments = batch
+    with amp_context:
+        loss_sum, count = next_token_loss(
+            model, tokens, targets, segment_ids=segments[0] if segments else None
+        )
+    (loss_sum / divisor).backward()
+    return loss_sum.detach(), count
+
+
+class _Recorded(NamedTuple):
+    replay: Callable[[], None]
+    results: LossAndCount
+
+
+class Recording:
+    """:func:`forward_backward` for batches of one shape, replayed from the second call on.
+
+    There are two graphs, since the first micro-step of a window writes the gradients and the later
+    ones add to them; the tensors of the gradients are always the same ones. A batch of another
+    shape runs plainly.
+
+    Args:
+        record: how to record; for tests on a CPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, amp_context: AbstractContextManager, *, record: Record | None = None
+    ):
+        self._model, self._amp = model, amp_context
+        self._record = record or CudaRecorder()
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._shape: list[object] = []
+        self._batch: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._graphs: dict[bool, _Recorded] = {}
+
+    def __call__(self, divisor: int, batch: Sequence[Tensor]) -> LossAndCount:
+        shape = [divisor, *((t.shape, t.dtype) for t in batch)]
+        if not self._shape:
+            self._shape = shape
+            self._batch = [t.clone(memory_format=torch.contiguous_format) for t in batch]
+        first = all(p.grad is None for p in self._parameters)
+        if shape != self._shape or not (first or (self._gradients and self._ours())):
+            return forward_backward(self._model, self._amp, divisor, batch)
+        for own, given in zip(self._batch, batch, strict=True):
+            own.copy_(given)
+        if first not in self._graphs:
+            self._graphs[first] = self._recorded(first, divisor)
+        if first:
+            self._put(self._gradients)
+        recorded = self._graphs[first]
+        recorded.replay()
+        # The next replay overwrites its own results.
+        loss_sum, count = recorded.results
+        return loss_sum.clone(), count.clone()
+
+    def _ours(self) -> bool:
+        gradients = zip(self._parameters, self._gradients, strict=True)
+        return all(parameter.grad is gradient for parameter, gradient in gradients)
+
+    def _put(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _recorded(self, first: bool, divisor: int) -> _Recorded:
+        def run() -> LossAndCount:
+            return forward_backward(self._model, self._amp, divisor, self._batch)
+
+        kept = [p.grad for p in self._parameters]
+        # Whatever compiles, tests or chooses itself on its first call does so now.
+        self._put([None if g is None else torch.zeros_like(g) for g in kept])
+        run()
+        self._put(kept)
+        recorded = _Recorded(*self._record(run))
+        if first:
+            self._gradients = [p.grad for p in self._parameters]
+        return recorded
+
+
+def recording_for(
+    model: nn.Module, config: TrainingConfig, amp_context: AbstractContextManager, world: World
+) -> Recording | None:
+    """For ``compile_mode: reduce-overhead``, in a process of its own on a GPU; else None."""
+    wanted = config.compile_model and config.compile_mode == RECORDING_MODE
+    return Recording(model, amp_context) if wanted and can_record(world) else None
+
+
+def can_record(world: World) -> bool:
+    """Whether passes can be recorded here: exchanges between ranks are not."""
+    return world.device.type == "cuda" and not world.grouped
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share their memory: no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], LossAndCount]) -> tuple[Callable[[], None], LossAndCount]:
+        graph = torch.cuda.CUDAGraph()
+        # What the run before has left would be there twice.
+        torch.cuda.empty_cache()
+        # Of this thread only: another one pins the memory of the next batches meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = run()
+        return graph.replay, results
