@@ -17,7 +17,7 @@ from torch import Tensor
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
-from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, address_table
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
@@ -111,6 +111,7 @@ class Decoder:
         dtype = dtype or model.embed.weight.dtype
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
+        self._table = address_table(self.weights, self.buffers)
         self._graph: torch.cuda.CUDAGraph | None = None
         cfg = model.cfg
         self._shape = (
@@ -147,6 +148,10 @@ class Decoder:
         if ops.plan.split:
             self._run_split(ops)
             return
+        if len(b.ids) == 1 and ops.plan.whole:
+            ops.layers(w, b, self._table, len(w.layers))
+            ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+            return
         for layer, state in zip(w.layers, b.state, strict=True):
             ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
             ops.ssd_step(b.proj, layer.a, state, b.y)
@@ -175,6 +180,10 @@ class Decoder:
             return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
         except OutOfResources as problem:
             return str(problem)
+        except RuntimeError as problem:
+            if "cooperative" not in str(problem).lower():
+                raise
+            return str(problem)  # not all programs at once, on this device
 
     def _tested(self, plan: Plan) -> Plan:
         problem = self._problem(plan)
