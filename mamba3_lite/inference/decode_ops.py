@@ -24,6 +24,7 @@ LARGEST_STATE = 256
 # Of the GPUs that this is for, 108 to 148.
 _MULTIPROCESSORS = 128
 _LEAST_SPLIT = 32
+_BEST_BLOCK = 8192
 _REGISTERS = 65_536  # of a multiprocessor
 _INTERPRETED_PROCESSORS = 3
 _LINE_BYTES = 128
@@ -90,6 +91,12 @@ class PlainOps:
         if parts is not None:
             x += parts.sum(0).to(x.dtype)
         out.copy_(F.rms_norm(x, x.shape[-1:], norm, eps))
+
+    def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
+        """The largest of logits (B, V): ids (B,) <- where; found (2, B) float64 <- where, value."""
+        largest, where = logits.max(-1)
+        ids.copy_(where)
+        found.copy_(torch.stack([where.double(), largest.double()]))
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """One token: state (B, H, 2 N, P) in place and y (B, H P).
@@ -191,6 +198,13 @@ class KernelOps:
             x, parts, norm, out, eps, K=width, S=0 if parts is None else len(parts),
             BLOCK=_power_of_two(width), **self._options(),
         )  # fmt: skip
+
+    def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
+        """See :meth:`PlainOps.best`."""
+        batch, width = logits.shape
+        self.kernels.best_kernel[(batch,)](
+            logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options() | {"num_warps": 16}
+        )
 
     def layers(self, weights: Weights, buffers: Buffers, table: Tensor, count: int) -> None:
         """The first ``count`` layers of one token in one launch: buffers.x in place.

@@ -108,6 +108,10 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     test.product("gate_up", b.x, layer.gate_up, b.act, norm=layer.norm2, eps=eps, gated=True)
     test.product("down", b.act, layer.down, b.x, add=True)
     test.product("head", b.x, weights.head, b.logits, norm=weights.norm_f, eps=eps)
+    where, found = b.logits.argmax(-1), b.logits.double().amax(-1)
+    ops.best(b.logits, b.ids, b.best)
+    if not torch.equal(b.ids, where) or not torch.equal(b.best[1], found):
+        test.found = test.found or "best: another id"
     if ops.plan.whole and len(b.ids) == 1:
         test.layer(weights, b)
     if ops.plan.split:

@@ -36,6 +36,13 @@ class StepDecoder(Protocol):
     def step(self, ids: Tensor) -> Tensor:
         """Reads ids (B,) and returns the logits (B, V), which the next step may overwrite."""
 
+    def best(self) -> tuple[Tensor, Tensor] | None:
+        """The ids (B,) of the last logits' largest, which :meth:`step` takes as they are.
+
+        With them (2, B) float64: ids and largest. The next step may overwrite both. None: nobody
+        has looked for them.
+        """
+
     def state(self) -> list[Tensor]:
         """A copy of the state now, one (B, H, 2N, D) float32 a layer."""
 
@@ -59,6 +66,9 @@ class PlainDecoder:
         logits, state = self.model.step(ids, self._state)
         self._state = [self._kept(t) for t in state]
         return logits
+
+    def best(self) -> None:
+        return None
 
     def state(self) -> list[Tensor]:
         return [t.float() if t.dtype != torch.float64 else t.clone() for t in self._state]
@@ -131,34 +141,42 @@ class Decoder:
             own.copy_(given)
 
     def step(self, ids: Tensor) -> Tensor:
-        self.buffers.ids.copy_(ids)
+        if ids is not self.buffers.ids:
+            self.buffers.ids.copy_(ids)
         if self._graph is None:
             self._run(KernelOps(self.plan))
         else:
             self._graph.replay()
         return self.buffers.logits
 
+    def best(self) -> tuple[Tensor, Tensor]:
+        return self.buffers.ids, self.buffers.best
+
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
 
     def _run(self, ops: KernelOps) -> None:
-        """The whole step: ids and state in, logits and state out, all in the buffers."""
+        """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
         if ops.plan.split:
             self._run_split(ops)
-            return
-        if len(b.ids) == 1 and ops.plan.whole:
-            ops.layers(w, b, self._table, len(w.layers))
+        else:
+            if len(b.ids) == 1 and ops.plan.whole:
+                ops.layers(w, b, self._table, len(w.layers))
+            else:
+                self._run_layers(ops)
             ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
-            return
+        ops.best(b.logits, b.ids, b.best)
+
+    def _run_layers(self, ops: KernelOps) -> None:
+        w, b = self.weights, self.buffers
         for layer, state in zip(w.layers, b.state, strict=True):
             ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
             ops.ssd_step(b.proj, layer.a, state, b.y)
             ops.product(b.y, layer.mixer, b.x, add=True)
             ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
             ops.product(b.act, layer.down, b.x, add=True)
-        ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
 
     def _run_split(self, ops: KernelOps) -> None:
         """From the embedding on, with products in parts: a norm is then a kernel of its own."""

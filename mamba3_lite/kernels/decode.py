@@ -227,6 +227,36 @@ def _sum_parts(at, mask, stride, S: tl.constexpr):
 
 
 @triton.jit
+def best_kernel(
+    logits, ids, found, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (B,): of logits (B, M) float32 the largest: ids (B,) int64, where, the first of equals.
+
+    found (2, B) float64: where and how large, NaN if any is.
+    """
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    wrong = tl.zeros((BLOCK,), tl.int32)
+    _wait(PDL)
+    for start in tl.static_range(0, M, BLOCK):
+        column = start + lane
+        value = tl.load(logits + row * M + column, mask=column < M, other=float("-inf"))
+        wrong += (value != value).to(tl.int32)
+        better = value > best
+        best = tl.where(better, value, best)
+        where = tl.where(better, column, where)
+    largest = tl.max(best, 0)
+    place = tl.min(tl.where(best == largest, where, M - 1), 0)
+    largest = tl.where(tl.sum(wrong, 0) > 0, float("nan"), largest)
+    tl.store(ids + row, place.to(tl.int64))
+    tl.store(found + row, place.to(tl.float64))
+    tl.store(found + tl.num_programs(0) + row, largest.to(tl.float64))
+
+
+@triton.jit
 def _expm1_near_zero(x):
     """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
     total = tl.full((), 1.0, tl.float32)

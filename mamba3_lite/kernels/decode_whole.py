@@ -87,7 +87,7 @@ def _ask(pid, weight, M, K: tl.constexpr, PER: tl.constexpr, LINES: tl.constexpr
     end = tl.minimum(first + PER, M).to(tl.int64) * (K * ELEMENT)
     begin = tl.minimum(first, M).to(tl.int64) * (K * ELEMENT)
     offset = begin + tl.arange(0, LINES) * 128
-    if ON:
+    if ON:  # noqa: SIM102  (known when compiled; the next one is not)
         if begin < end:
             _to_l2(weight.to(tl.int64) + tl.minimum(offset, end - 128))
 

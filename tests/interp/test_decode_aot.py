@@ -75,7 +75,7 @@ WHOLE = [plan for plan in VECTOR_PLANS if plan.whole]
 def test_all_layers_in_one_launch_compile_and_fit(plan, tmp_path):
     found = launches(plan, PRODUCTION, 1, torch.bfloat16, torch.float32)
     assert [launch.kernel.__name__ for launch in found] == [
-        "embed_kernel", "layers_kernel", "vector_kernel"
+        "embed_kernel", "layers_kernel", "vector_kernel", "best_kernel"
     ]  # fmt: skip
     compiled = assert_fits(found[1], NEWEST)
     # All programs of a multiprocessor at once: their registers are bounded, and suffice.
@@ -93,7 +93,7 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
     more = 3 if plan.split else 0
-    assert len(found) == 7 + more, "five a layer, the embedding and the head; norms of their own"
+    assert len(found) == 8 + more, "five a layer, embedding, head, best id; norms of their own"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")
