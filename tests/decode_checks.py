@@ -25,7 +25,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 PRODUCTS = ((32, 64), (24, 61), (100, 40), (7, 3), (64, 129))
 KERNELS = (
     "embed_kernel", "vector_kernel", "batch_kernel", "split_kernel", "add_norm_kernel",
-    "ssd_step_kernel",
+    "best_kernel", "ssd_step_kernel",
 )  # fmt: skip
 # heads, state_dim, head_dim
 HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import PlainOps
-from mamba3_lite.inference.decode_weights import Buffers, Weights
+from mamba3_lite.inference.decode_ops import PlainOps, address_table
+from mamba3_lite.inference.decode_weights import Buffers, LayerWeights, Weights
 
 # Relative L2 limits: rounded operands and results alone cost 3e-3.
 _LIMITS = {torch.float32: 1e-4}
@@ -69,6 +69,22 @@ class _Test:
             self.judge(f"{name}: residual", residual, want_x, x.dtype)
             self.judge(f"{name}: norm", out, want_out, x.dtype)
 
+    def layer(self, weights: Weights, b: Buffers) -> None:
+        """A layer in one launch."""
+        self.draw(b.x, b.state[0])
+        x, proj, y, act = (t.double() for t in (b.x, b.proj, b.y, b.act))
+        state, ops, eps = b.state[0].double(), PlainOps(), weights.eps
+        w = LayerWeights(*(t.double() for t in weights.layers[0]))
+        ops.product(x, w.in_proj, proj, norm=w.norm1, eps=eps)
+        ops.ssd_step(proj, w.a, state, y)
+        ops.product(y, w.mixer, x, add=True)
+        ops.product(x, w.gate_up, act, norm=w.norm2, eps=eps, gated=True)
+        ops.product(act, w.down, x, add=True)
+        self.ops.layers(weights, b, address_table(weights, b), 1)
+        for name, got, want in (("x", b.x, x), ("y", b.y, y), ("act", b.act, act)):
+            self.judge(f"a layer: {name}", got, want, b.x.dtype)
+        self.judge("a layer: state", b.state[0], state, b.state.dtype)
+
     def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         self.draw(proj, state)
         want_state, want_y = state.double(), y.double()
@@ -92,6 +108,12 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     test.product("gate_up", b.x, layer.gate_up, b.act, norm=layer.norm2, eps=eps, gated=True)
     test.product("down", b.act, layer.down, b.x, add=True)
     test.product("head", b.x, weights.head, b.logits, norm=weights.norm_f, eps=eps)
+    where, found = b.logits.argmax(-1), b.logits.double().amax(-1)
+    ops.best(b.logits, b.ids, b.best)
+    if not torch.equal(b.ids, where) or not torch.equal(b.best[1], found):
+        test.found = test.found or "best: another id"
+    if ops.plan.whole and len(b.ids) == 1:
+        test.layer(weights, b)
     if ops.plan.split:
         # What else such a plan runs, and the same kernels once more without a norm.
         test.split("in_proj in parts", b.x, layer.in_proj, layer.norm1, eps)

@@ -41,6 +41,7 @@ class Buffers(NamedTuple):
     y: Tensor
     act: Tensor
     logits: Tensor
+    best: Tensor
     state: Tensor
 
 
@@ -93,6 +94,7 @@ def make_buffers(
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),
         logits=empty(cfg.vocab_size, torch.float32),
+        best=torch.zeros(2, batch, dtype=torch.float64, device=device),
         state=torch.zeros(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),

@@ -17,7 +17,7 @@ from torch import Tensor
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
-from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, address_table
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
@@ -35,6 +35,13 @@ class StepDecoder(Protocol):
 
     def step(self, ids: Tensor) -> Tensor:
         """Reads ids (B,) and returns the logits (B, V), which the next step may overwrite."""
+
+    def best(self) -> tuple[Tensor, Tensor] | None:
+        """The ids (B,) of the last logits' largest, which :meth:`step` takes as they are.
+
+        With them (2, B) float64: ids and largest. The next step may overwrite both. None: nobody
+        has looked for them.
+        """
 
     def state(self) -> list[Tensor]:
         """A copy of the state now, one (B, H, 2N, D) float32 a layer."""
@@ -59,6 +66,9 @@ class PlainDecoder:
         logits, state = self.model.step(ids, self._state)
         self._state = [self._kept(t) for t in state]
         return logits
+
+    def best(self) -> None:
+        return None
 
     def state(self) -> list[Tensor]:
         return [t.float() if t.dtype != torch.float64 else t.clone() for t in self._state]
@@ -111,6 +121,7 @@ class Decoder:
         dtype = dtype or model.embed.weight.dtype
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
+        self._table = address_table(self.weights, self.buffers)
         self._graph: torch.cuda.CUDAGraph | None = None
         cfg = model.cfg
         self._shape = (
@@ -130,30 +141,42 @@ class Decoder:
             own.copy_(given)
 
     def step(self, ids: Tensor) -> Tensor:
-        self.buffers.ids.copy_(ids)
+        if ids is not self.buffers.ids:
+            self.buffers.ids.copy_(ids)
         if self._graph is None:
             self._run(KernelOps(self.plan))
         else:
             self._graph.replay()
         return self.buffers.logits
 
+    def best(self) -> tuple[Tensor, Tensor]:
+        return self.buffers.ids, self.buffers.best
+
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
 
     def _run(self, ops: KernelOps) -> None:
-        """The whole step: ids and state in, logits and state out, all in the buffers."""
+        """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
         if ops.plan.split:
             self._run_split(ops)
-            return
+        else:
+            if len(b.ids) == 1 and ops.plan.whole:
+                ops.layers(w, b, self._table, len(w.layers))
+            else:
+                self._run_layers(ops)
+            ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+        ops.best(b.logits, b.ids, b.best)
+
+    def _run_layers(self, ops: KernelOps) -> None:
+        w, b = self.weights, self.buffers
         for layer, state in zip(w.layers, b.state, strict=True):
             ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
             ops.ssd_step(b.proj, layer.a, state, b.y)
             ops.product(b.y, layer.mixer, b.x, add=True)
             ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
             ops.product(b.act, layer.down, b.x, add=True)
-        ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
 
     def _run_split(self, ops: KernelOps) -> None:
         """From the embedding on, with products in parts: a norm is then a kernel of its own."""
@@ -175,6 +198,10 @@ class Decoder:
             return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
         except OutOfResources as problem:
             return str(problem)
+        except RuntimeError as problem:
+            if "cooperative" not in str(problem).lower():
+                raise
+            return str(problem)  # not all programs at once, on this device
 
     def _tested(self, plan: Plan) -> Plan:
         problem = self._problem(plan)

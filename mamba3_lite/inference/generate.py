@@ -191,6 +191,10 @@ class _Draw:
                 seen[row, ids[ids < vocab_size]] = True
             self.seen = seen.to(device)
 
+    def greedy_among(self, width: int) -> bool:
+        """Whether the largest of so many logits is always drawn."""
+        return self.sampling["temperature"] == 0 and self.seen is None and self.vocab_size == width
+
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (B,), and the largest logits (B,) that they were drawn from."""
         logits = logits[:, : self.vocab_size]
@@ -212,10 +216,12 @@ class _ToHost:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read(self) -> list[list]:
+    def read(self) -> tuple[list[int], list[float]]:
+        """Ids and the largest logits, copied as two tensors or as the rows of one."""
         if self.event is not None:
             self.event.synchronize()
-        return [copy.tolist() for copy in self.copies]
+        ids, largest = self.copies if len(self.copies) == 2 else self.copies[0]
+        return [int(i) for i in ids.tolist()], largest.tolist()
 
 
 def stream(
@@ -284,15 +290,19 @@ def _decode(
         after = read(model, prompts, state=state)
         decoder = stack.enter_context(decoder_for(model, len(prompts), state_dtype=state_dtype))
         decoder.load(after.layers)
-        logits = after.logits
+        logits, best = after.logits, None
+        greedy = draw.greedy_among(logits.shape[1])
         running = [True] * len(prompts)
         for left in range(max_new_tokens - 1, -1, -1):
-            ids, largest = draw(logits)
-            drawn = _ToHost(ids, largest)
+            if best is None:
+                ids, largest = draw(logits)
+                drawn = _ToHost(ids, largest)
+            else:
+                ids, drawn = best[0], _ToHost(best[1])
             # A GPU is given the next step before its ids are read, so that it never waits for the
             # host; the step behind the last EOS is then thrown away.
             if ids.is_cuda and left:
-                logits = decoder.step(ids)
+                logits, best = decoder.step(ids), decoder.best() if greedy else None
             tokens, peaks = drawn.read()
             if not all(map(math.isfinite, peaks)):
                 raise not_finite()
@@ -301,7 +311,7 @@ def _decode(
                 return
             yield [token if on else None for on, token in zip(running, tokens, strict=True)]
             if not ids.is_cuda and left:
-                logits = decoder.step(ids)
+                logits, best = decoder.step(ids), decoder.best() if greedy else None
 
 
 def generate(

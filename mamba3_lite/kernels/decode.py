@@ -227,12 +227,66 @@ def _sum_parts(at, mask, stride, S: tl.constexpr):
 
 
 @triton.jit
+def best_kernel(
+    logits, ids, found, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (B,): of logits (B, M) float32 the largest: ids (B,) int64, where, the first of equals.
+
+    found (2, B) float64: where and how large, NaN if any is.
+    """
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.zeros((BLOCK,), tl.int32)
+    wrong = tl.zeros((BLOCK,), tl.int32)
+    _wait(PDL)
+    for start in tl.static_range(0, M, BLOCK):
+        column = start + lane
+        value = tl.load(logits + row * M + column, mask=column < M, other=float("-inf"))
+        wrong += (value != value).to(tl.int32)
+        better = value > best
+        best = tl.where(better, value, best)
+        where = tl.where(better, column, where)
+    largest = tl.max(best, 0)
+    place = tl.min(tl.where(best == largest, where, M - 1), 0)
+    largest = tl.where(tl.sum(wrong, 0) > 0, float("nan"), largest)
+    tl.store(ids + row, place.to(tl.int64))
+    tl.store(found + row, place.to(tl.float64))
+    tl.store(found + tl.num_programs(0) + row, largest.to(tl.float64))
+
+
+@triton.jit
 def _expm1_near_zero(x):
     """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
     total = tl.full((), 1.0, tl.float32)
     for i in tl.static_range(8, 1, -1):
         total = 1.0 + total * x / i
     return total * x
+
+
+@triton.jit
+def ssd_of_one_token(h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt):
+    """(new h_re, new h_im, read): tiles (N, P) of a head's state one token on, and Re(C h) (P,).
+
+    x (P,), B and C (N,), alpha + i omega = A and raw dt are float32. The factor is split as in
+    ``ssd_complex.split_factor``: near 1 only what differs from 1 is rounded.
+    """
+    s = _softplus(raw_dt)
+    turns = omega.to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
+    turn = turns * s.to(tl.float64)
+    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+    size = tl.exp(alpha * s)
+    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
+    half = tl.sin(angle * 0.5)
+    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
+    near_one = _expm1_near_zero(alpha * s) * tl.cos(angle) - 2.0 * half * half
+    real = tl.where(whole > 0.0, near_one, size * tl.cos(angle))
+    imag = size * tl.sin(angle)
+    new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
+    new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
+    read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
+    return new_re, new_im, read
 
 
 @triton.jit
@@ -259,7 +313,7 @@ def ssd_step_kernel(
     h_re = tl.load(at, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     h_im = tl.load(at + N * P, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     alpha = tl.load(a_re + head)
-    turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
+    omega = tl.load(a_im + head)
     _wait(PDL)
     width = H * (P + 4 * N + 1)
     row = proj + (program // H) * width
@@ -270,21 +324,11 @@ def ssd_step_kernel(
     b_im = _sum_parts(pairs + H * N, n < N, stride, S)
     c_re = _sum_parts(pairs + 2 * H * N, n < N, stride, S)
     c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
-    s = _softplus(_sum_parts(row + H * (P + 4 * N) + head, True, stride, S))
-
-    turn = turns * s.to(tl.float64)
-    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
-    size = tl.exp(alpha * s)
-    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
-    half = tl.sin(angle * 0.5)
-    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
-    near_one = _expm1_near_zero(alpha * s) * tl.cos(angle) - 2.0 * half * half
-    real = tl.where(whole > 0.0, near_one, size * tl.cos(angle))
-    imag = size * tl.sin(angle)
-    new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
-    new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
+    raw_dt = _sum_parts(row + H * (P + 4 * N) + head, True, stride, S)
+    new_re, new_im, read = ssd_of_one_token(
+        h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt
+    )
     kind = state.dtype.element_ty
     tl.store(at, new_re.to(kind), mask=inside, eviction_policy=first)
     tl.store(at + N * P, new_im.to(kind), mask=inside, eviction_policy=first)
-    read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
     tl.store(y + program * P + p, read.to(y.dtype.element_ty), mask=p < P)

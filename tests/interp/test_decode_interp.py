@@ -41,6 +41,7 @@ WIDE_PRODUCTS = (
 )  # fmt: skip
 
 SPLIT_PLAN = SMALL_PLAN._replace(split=32)
+WHOLE_PLAN = SMALL_PLAN._replace(whole=2)
 
 # What is replaced in the kernels' source, and what the self-test must find wrong first.
 FAULTS = {
@@ -237,7 +238,7 @@ if INTERPRETED:
             model = decode_checks.model("cpu", vocab_size=600)
             weights = prepare(model, dtype)
             buffers = make_buffers(model.cfg, batch, dtype, state, torch.device("cpu"))
-            for plan in (SMALL_PLAN, SPLIT_PLAN):
+            for plan in (SMALL_PLAN, SPLIT_PLAN, WHOLE_PLAN):
                 assert decode_self_test.problem(KernelOps(plan), weights, buffers) is None
 
 else:
