@@ -34,6 +34,13 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def _two_tiles(rows: int) -> tuple[int, int]:
+    """Powers of two (or 0) that together are at least ``rows``, and hardly more."""
+    first = _power_of_two(rows + 1) // 2
+    rest = _power_of_two(rows - first) if rows > first else 0
+    return (2 * first, 0) if rest == first else (first, rest)
+
+
 def address_table(weights: Weights, buffers: Buffers) -> Tensor:
     """(layers, 8) int64 on the device: where each layer's weights and state are."""
     rows = [
@@ -227,7 +234,8 @@ class KernelOps:
         constants = {
             "K": inputs, "F": hidden, "H": heads, "N": rows // 2, "P": channels,
             **{f"PER_{name}": count for name, count in per.items()},
-            **{f"ROWS_{name}": _power_of_two(count) for name, count in per.items()},
+            **{f"ROWS_{name}": _two_tiles(count)[0] for name, count in per.items()},
+            **{f"MORE_{name}": _two_tiles(count)[1] for name, count in per.items()},
             "BLOCK_K": _power_of_two(inputs), "BLOCK_Y": _power_of_two(width),
             "BLOCK_F": _power_of_two(hidden), "TILE_N": tile_n,
             "TILE_P": min(_power_of_two(channels), max(1, self.plan.state // tile_n)),
@@ -238,13 +246,12 @@ class KernelOps:
         operations = decode_whole.OPERATIONS_OF_A_LAYER * count
         # One program after the other can never meet: interpreted, every operation is a launch.
         together = device.type != "cpu"
-        cuts = (0, operations) if together else range(operations + 1)
-        counters = torch.zeros(operations, dtype=torch.int32, device=device)
+        cuts = (0, operations) if together else (0, *range(operations + 1))
         options = {"num_warps": self.plan.num_warps, "launch_cooperative_grid": True}
         options["maxnreg"] = _REGISTERS // (32 * self.plan.num_warps * self.plan.whole)
         for first, last in itertools.pairwise(cuts):
             decode_whole.layers_kernel[(programs,)](
-                table, b.x, b.proj, b.y, b.act, counters, count, first, last, weights.eps,
+                table, b.x, b.words, b.turns, count, first, last, weights.eps,
                 **constants, MEET=together, **options,
             )  # fmt: skip
 

@@ -53,8 +53,8 @@ VECTOR_PLANS = (
     SMALL_PLAN._replace(pdl=True, num_warps=1, weights=2048),
     SMALL_PLAN._replace(pdl=True, num_warps=2, weights=4096),
     SMALL_PLAN._replace(pdl=True, num_warps=2, weights=2048),
-    SMALL_PLAN._replace(pdl=True, num_warps=16, weights=8192, whole=1),
-    SMALL_PLAN._replace(pdl=True, num_warps=8, weights=8192, whole=2),
+    SMALL_PLAN._replace(pdl=True, num_warps=16, state=512, whole=1),
+    SMALL_PLAN._replace(pdl=True, num_warps=8, state=256, whole=2),
     SMALL_PLAN._replace(weights=8192),
 )
 BATCH_PLANS = (

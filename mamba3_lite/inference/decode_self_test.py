@@ -1,5 +1,7 @@
 """Each decoding kernel against its plain twin in float64, on a model's own weights and shapes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -70,20 +72,29 @@ class _Test:
             self.judge(f"{name}: norm", out, want_out, x.dtype)
 
     def layer(self, weights: Weights, b: Buffers) -> None:
-        """A layer in one launch."""
+        """A layer in one launch: every operation on what the one before it has left."""
         self.draw(b.x, b.state[0])
-        x, proj, y, act = (t.double() for t in (b.x, b.proj, b.y, b.act))
-        state, ops, eps = b.state[0].double(), PlainOps(), weights.eps
-        w = LayerWeights(*(t.double() for t in weights.layers[0]))
-        ops.product(x, w.in_proj, proj, norm=w.norm1, eps=eps)
-        ops.ssd_step(proj, w.a, state, y)
-        ops.product(y, w.mixer, x, add=True)
-        ops.product(x, w.gate_up, act, norm=w.norm2, eps=eps, gated=True)
-        ops.product(act, w.down, x, add=True)
+        x, state = b.x.double(), b.state[0].double()
         self.ops.layers(weights, b, address_table(weights, b), 1)
-        for name, got, want in (("x", b.x, x), ("y", b.y, y), ("act", b.act, act)):
+        values = (b.words[0] & -65536).view(torch.float32).double()[None]
+        widths = [b.x.shape[1], b.proj.shape[1], b.y.shape[1], b.x.shape[1], b.act.shape[1]]
+        _, proj, y, mixed, act = values.split(widths, -1)
+        w, ops, eps = LayerWeights(*(t.double() for t in weights.layers[0])), PlainOps(), weights.eps
+
+        def check(name: str, got: Tensor, run: Callable[[Tensor], None], at: Tensor) -> None:
+            want = at.clone()
+            run(want)
             self.judge(f"a layer: {name}", got, want, b.x.dtype)
+
+        check("in_proj", proj, lambda t: ops.product(x, w.in_proj, t, norm=w.norm1, eps=eps), proj)
+        check("SSD step", y, lambda t: ops.ssd_step(proj, w.a, state, t), y)
         self.judge("a layer: state", b.state[0], state, b.state.dtype)
+        check("mixer", mixed, lambda t: ops.product(y, w.mixer, t, add=True), x)
+        check(
+            "gate_up", act,
+            lambda t: ops.product(mixed, w.gate_up, t, norm=w.norm2, eps=eps, gated=True), act,
+        )  # fmt: skip
+        check("down", b.x, lambda t: ops.product(act, w.down, t, add=True), mixed)
 
     def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         self.draw(proj, state)

@@ -267,10 +267,12 @@ def _expm1_near_zero(x):
 
 @triton.jit
 def ssd_of_one_token(h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt):
-    """(new h_re, new h_im, read): tiles (N, P) of a head's state one token on, and Re(C h) (P,).
+    """(new h_re, new h_im, read): tiles (N, P) of a head's state one token on, and Re(C h), which
+    is yet to be summed over N.
 
-    x (P,), B and C (N,), alpha + i omega = A and raw dt are float32. The factor is split as in
-    ``ssd_complex.split_factor``: near 1 only what differs from 1 is rounded.
+    x, B, C and raw dt are float32 and of any shape that goes with the tile; alpha + i omega = A.
+    The factor is split as in ``ssd_complex.split_factor``: near 1 only what differs from 1 is
+    rounded.
     """
     s = _softplus(raw_dt)
     turns = omega.to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
@@ -278,15 +280,16 @@ def ssd_of_one_token(h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt
     angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
     size = tl.exp(alpha * s)
     whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
-    half = tl.sin(angle * 0.5)
     # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
-    near_one = _expm1_near_zero(alpha * s) * tl.cos(angle) - 2.0 * half * half
-    real = tl.where(whole > 0.0, near_one, size * tl.cos(angle))
-    imag = size * tl.sin(angle)
-    new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
-    new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
-    read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
-    return new_re, new_im, read
+    half = tl.sin(angle * 0.5)
+    below_one = 2.0 * half * half
+    cosine = 1.0 - below_one
+    near_one = _expm1_near_zero(alpha * s) * cosine - below_one
+    real = tl.where(whole > 0.0, near_one, size * cosine)
+    imag = size * (2.0 * half * tl.cos(angle * 0.5))
+    new_re = whole * h_re + (real * h_re - imag * h_im + b_re * x)
+    new_im = whole * h_im + (real * h_im + imag * h_re + b_im * x)
+    return new_re, new_im, c_re * new_re - c_im * new_im
 
 
 @triton.jit
@@ -326,9 +329,10 @@ def ssd_step_kernel(
     c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
     raw_dt = _sum_parts(row + H * (P + 4 * N) + head, True, stride, S)
     new_re, new_im, read = ssd_of_one_token(
-        h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt
-    )
+        h_re, h_im, alpha, omega, x[None, :], b_re[:, None], b_im[:, None], c_re[:, None],
+        c_im[:, None], raw_dt,
+    )  # fmt: skip
     kind = state.dtype.element_ty
     tl.store(at, new_re.to(kind), mask=inside, eviction_policy=first)
     tl.store(at + N * P, new_im.to(kind), mask=inside, eviction_policy=first)
-    tl.store(y + program * P + p, read.to(y.dtype.element_ty), mask=p < P)
+    tl.store(y + program * P + p, tl.sum(read, 0).to(y.dtype.element_ty), mask=p < P)

@@ -18,6 +18,7 @@ MODEL = {
 
 
 def trained(folder, mode: str, **changes) -> tuple[list, dict[str, torch.Tensor]]:
+    folder.mkdir()
     settings = runs.config(
         folder, max_steps=8, compile_model=True, compile_mode=mode, model=MODEL, log_every=1,
         **changes,
