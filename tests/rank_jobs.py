@@ -110,7 +110,7 @@ def train(world: World, folder: Path, told: dict[str, Any], changes: dict[str, A
     if "full_at" in told:
         fill_disk(told, world)
     code = trainer.train()
-    weights = whole_weights(trainer.model, keep=True)
+    weights = {k: w.cpu() for k, w in whole_weights(trainer.model, keep=True).items()}
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(torch.view_as_real(w).numpy().tobytes() if (w := weights[name]).is_complex()

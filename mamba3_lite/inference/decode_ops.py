@@ -7,14 +7,11 @@ Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N com
 W = H (P + 4 N + 1).
 """
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mamba3_lite.inference.decode_plans import Plan
-from mamba3_lite.inference.decode_weights import Buffers, Weights
 from mamba3_lite.models import ssd_rotated
 from mamba3_lite.models.swiglu import plain_swiglu
 
@@ -25,35 +22,11 @@ LARGEST_STATE = 256
 _MULTIPROCESSORS = 128
 _LEAST_SPLIT = 32
 _BEST_BLOCK = 8192
-_REGISTERS = 65_536  # of a multiprocessor
-_INTERPRETED_PROCESSORS = 3
 _LINE_BYTES = 128
 
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-def _two_tiles(rows: int) -> tuple[int, int]:
-    """Powers of two (or 0) that together are at least ``rows``, and hardly more."""
-    first = _power_of_two(rows + 1) // 2
-    rest = _power_of_two(rows - first) if rows > first else 0
-    return (2 * first, 0) if rest == first else (first, rest)
-
-
-def address_table(weights: Weights, buffers: Buffers) -> Tensor:
-    """(layers, 8) int64 on the device: where each layer's weights and state are."""
-    rows = [
-        [t.data_ptr() for t in (*layer, state)]
-        for layer, state in zip(weights.layers, buffers.state, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=buffers.x.device)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class PlainOps:
@@ -212,48 +185,6 @@ class KernelOps:
         self.kernels.best_kernel[(batch,)](
             logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options() | {"num_warps": 16}
         )
-
-    def layers(self, weights: Weights, buffers: Buffers, table: Tensor, count: int) -> None:
-        """The first ``count`` layers of one token in one launch: buffers.x in place.
-
-        Args:
-            table: of :func:`address_table`.
-        """
-        from mamba3_lite.kernels import decode_whole
-
-        w, b = weights.layers[0], buffers
-        device = b.x.device
-        outputs = {"IN": len(w.in_proj), "OUT": len(w.down), "UP": len(w.gate_up) // 2}
-        programs = _multiprocessors(device) * self.plan.whole
-        per = {name: -(-rows // programs) for name, rows in outputs.items()}
-        inputs, hidden, width = w.in_proj.shape[1], w.down.shape[1], w.mixer.shape[1]
-        bytes_of = b.x.element_size()
-        most = max(per["IN"] * inputs, per["UP"] * inputs, per["OUT"] * max(hidden, width))
-        _, _, heads, rows, channels = b.state.shape
-        tile_n = _power_of_two(rows // 2)
-        constants = {
-            "K": inputs, "F": hidden, "H": heads, "N": rows // 2, "P": channels,
-            **{f"PER_{name}": count for name, count in per.items()},
-            **{f"ROWS_{name}": _two_tiles(count)[0] for name, count in per.items()},
-            **{f"MORE_{name}": _two_tiles(count)[1] for name, count in per.items()},
-            "BLOCK_K": _power_of_two(inputs), "BLOCK_Y": _power_of_two(width),
-            "BLOCK_F": _power_of_two(hidden), "TILE_N": tile_n,
-            "TILE_P": min(_power_of_two(channels), max(1, self.plan.state // tile_n)),
-            "LINES": _power_of_two(-(-most * bytes_of // _LINE_BYTES)),
-            "STATE_DTYPE": decode_whole.DTYPES[b.state.dtype],
-            "OPERATIONS": decode_whole.OPERATIONS_OF_A_LAYER, "COLUMNS": table.shape[1],
-        }  # fmt: skip
-        operations = decode_whole.OPERATIONS_OF_A_LAYER * count
-        # One program after the other can never meet: interpreted, every operation is a launch.
-        together = device.type != "cpu"
-        cuts = (0, operations) if together else (0, *range(operations + 1))
-        options = {"num_warps": self.plan.num_warps, "launch_cooperative_grid": True}
-        options["maxnreg"] = _REGISTERS // (32 * self.plan.num_warps * self.plan.whole)
-        for first, last in itertools.pairwise(cuts):
-            decode_whole.layers_kernel[(programs,)](
-                table, b.x, b.words, b.turns, count, first, last, weights.eps,
-                **constants, MEET=together, **options,
-            )  # fmt: skip
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""

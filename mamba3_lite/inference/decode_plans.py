@@ -12,8 +12,7 @@ from mamba3_lite.models.ssd_plans import choice_key, keep_choice, read_choices
 
 _FILE = "decode_plans.json"
 _SOURCES = (
-    "kernels/decode.py", "kernels/decode_whole.py", "kernels/fused.py",
-    "inference/decode_ops.py", "inference/decode_plans.py",
+    "kernels/decode.py", "kernels/fused.py", "inference/decode_ops.py", "inference/decode_plans.py",
 )  # fmt: skip
 
 
@@ -28,7 +27,6 @@ class Plan(NamedTuple):
     split: at larger batches the most inputs of a product that a program takes; 0: it loops over all
         of them. ``batch`` and ``rows`` are then the program's tile, and ``depth`` and ``stages``
         count for the products that are not split.
-    whole: at batch 1, programs a multiprocessor of one kernel for all layers; 0: a kernel each.
     """
 
     pdl: bool
@@ -40,7 +38,6 @@ class Plan(NamedTuple):
     stages: int
     state: int
     split: int = 0
-    whole: int = 0
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
@@ -53,8 +50,6 @@ VECTOR_PLANS = (
     SMALL_PLAN._replace(pdl=True, num_warps=1, weights=2048),
     SMALL_PLAN._replace(pdl=True, num_warps=2, weights=4096),
     SMALL_PLAN._replace(pdl=True, num_warps=2, weights=2048),
-    SMALL_PLAN._replace(pdl=True, num_warps=16, state=512, whole=1),
-    SMALL_PLAN._replace(pdl=True, num_warps=8, state=256, whole=2),
     SMALL_PLAN._replace(weights=8192),
 )
 BATCH_PLANS = (

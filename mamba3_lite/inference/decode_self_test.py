@@ -1,12 +1,10 @@
 """Each decoding kernel against its plain twin in float64, on a model's own weights and shapes."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import PlainOps, address_table
-from mamba3_lite.inference.decode_weights import Buffers, LayerWeights, Weights
+from mamba3_lite.inference.decode_ops import PlainOps
+from mamba3_lite.inference.decode_weights import Buffers, Weights
 
 # Relative L2 limits: rounded operands and results alone cost 3e-3.
 _LIMITS = {torch.float32: 1e-4}
@@ -71,31 +69,6 @@ class _Test:
             self.judge(f"{name}: residual", residual, want_x, x.dtype)
             self.judge(f"{name}: norm", out, want_out, x.dtype)
 
-    def layer(self, weights: Weights, b: Buffers) -> None:
-        """A layer in one launch: every operation on what the one before it has left."""
-        self.draw(b.x, b.state[0])
-        x, state = b.x.double(), b.state[0].double()
-        self.ops.layers(weights, b, address_table(weights, b), 1)
-        values = (b.words[0] & -65536).view(torch.float32).double()[None]
-        widths = [b.x.shape[1], b.proj.shape[1], b.y.shape[1], b.x.shape[1], b.act.shape[1]]
-        _, proj, y, mixed, act = values.split(widths, -1)
-        w, ops, eps = LayerWeights(*(t.double() for t in weights.layers[0])), PlainOps(), weights.eps
-
-        def check(name: str, got: Tensor, run: Callable[[Tensor], None], at: Tensor) -> None:
-            want = at.clone()
-            run(want)
-            self.judge(f"a layer: {name}", got, want, b.x.dtype)
-
-        check("in_proj", proj, lambda t: ops.product(x, w.in_proj, t, norm=w.norm1, eps=eps), proj)
-        check("SSD step", y, lambda t: ops.ssd_step(proj, w.a, state, t), y)
-        self.judge("a layer: state", b.state[0], state, b.state.dtype)
-        check("mixer", mixed, lambda t: ops.product(y, w.mixer, t, add=True), x)
-        check(
-            "gate_up", act,
-            lambda t: ops.product(mixed, w.gate_up, t, norm=w.norm2, eps=eps, gated=True), act,
-        )  # fmt: skip
-        check("down", b.x, lambda t: ops.product(act, w.down, t, add=True), mixed)
-
     def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         self.draw(proj, state)
         want_state, want_y = state.double(), y.double()
@@ -123,8 +96,6 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     ops.best(b.logits, b.ids, b.best)
     if not torch.equal(b.ids, where) or not torch.equal(b.best[1], found):
         test.found = test.found or "best: another id"
-    if ops.plan.whole and len(b.ids) == 1:
-        test.layer(weights, b)
     if ops.plan.split:
         # What else such a plan runs, and the same kernels once more without a norm.
         test.split("in_proj in parts", b.x, layer.in_proj, layer.norm1, eps)

@@ -32,10 +32,7 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What a step of B sequences works on; the state is (layers, B, H, 2 N, D).
-
-    words and turns are those of ``kernels/decode_whole.py``, for one sequence.
-    """
+    """What a step of B sequences works on; the state is (layers, B, H, 2 N, D)."""
 
     ids: Tensor
     x: Tensor
@@ -46,8 +43,6 @@ class Buffers(NamedTuple):
     logits: Tensor
     best: Tensor
     state: Tensor
-    words: Tensor
-    turns: Tensor
 
 
 def _folded(block: Mamba3Block) -> Tensor:
@@ -91,14 +86,11 @@ def make_buffers(
         return torch.empty(batch, width, dtype=kind, device=device)
 
     heads, width, channels = cfg.n_heads, cfg.state_dim, cfg.head_dim
-    projected = heads * (channels + 4 * width + 1)
-    words = 2 * cfg.d_model + projected + heads * channels + cfg.ffn_dim
-    alone = batch == 1
     return Buffers(
         ids=torch.zeros(batch, dtype=torch.int64, device=device),
         x=empty(cfg.d_model),
         normed=empty(cfg.d_model),
-        proj=empty(projected),
+        proj=empty(heads * (channels + 4 * width + 1)),
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),
         logits=empty(cfg.vocab_size, torch.float32),
@@ -106,8 +98,4 @@ def make_buffers(
         state=torch.zeros(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),
-        words=torch.zeros(
-            (cfg.n_layers + 1) * alone, words, dtype=torch.int32, device=device
-        ),
-        turns=torch.zeros(2, dtype=torch.int32, device=device),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
-from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, address_table
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
@@ -121,7 +121,6 @@ class Decoder:
         dtype = dtype or model.embed.weight.dtype
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
-        self._table = address_table(self.weights, self.buffers)
         self._graph: torch.cuda.CUDAGraph | None = None
         cfg = model.cfg
         self._shape = (
@@ -159,14 +158,7 @@ class Decoder:
         """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
-        if ops.plan.split:
-            self._run_split(ops)
-        else:
-            if len(b.ids) == 1 and ops.plan.whole:
-                ops.layers(w, b, self._table, len(w.layers))
-            else:
-                self._run_layers(ops)
-            ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+        (self._run_split if ops.plan.split else self._run_layers)(ops)
         ops.best(b.logits, b.ids, b.best)
 
     def _run_layers(self, ops: KernelOps) -> None:
@@ -177,6 +169,7 @@ class Decoder:
             ops.product(b.y, layer.mixer, b.x, add=True)
             ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
             ops.product(b.act, layer.down, b.x, add=True)
+        ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
 
     def _run_split(self, ops: KernelOps) -> None:
         """From the embedding on, with products in parts: a norm is then a kernel of its own."""
@@ -198,10 +191,6 @@ class Decoder:
             return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
         except OutOfResources as problem:
             return str(problem)
-        except RuntimeError as problem:
-            if "cooperative" not in str(problem).lower():
-                raise
-            return str(problem)  # not all programs at once, on this device
 
     def _tested(self, plan: Plan) -> Plan:
         problem = self._problem(plan)

@@ -19,6 +19,8 @@ MODEL = {
 
 def trained(folder, mode: str, **changes) -> tuple[list, dict[str, torch.Tensor]]:
     folder.mkdir()
+    if "eval_interval" in changes:
+        changes["val_data_path"] = runs.write_tokens(folder / "val.bin", 400, seed=1)
     settings = runs.config(
         folder, max_steps=8, compile_model=True, compile_mode=mode, model=MODEL, log_every=1,
         **changes,

@@ -41,7 +41,6 @@ WIDE_PRODUCTS = (
 )  # fmt: skip
 
 SPLIT_PLAN = SMALL_PLAN._replace(split=32)
-WHOLE_PLAN = SMALL_PLAN._replace(whole=2)
 
 # What is replaced in the kernels' source, and what the self-test must find wrong first.
 FAULTS = {
@@ -240,16 +239,6 @@ if INTERPRETED:
             buffers = make_buffers(model.cfg, batch, dtype, state, torch.device("cpu"))
             for plan in (SMALL_PLAN, SPLIT_PLAN):
                 assert decode_self_test.problem(KernelOps(plan), weights, buffers) is None
-
-    @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
-    def test_all_layers_in_one_launch_pass_their_self_test(state):
-        model = decode_checks.model("cpu", vocab_size=600)
-        weights = prepare(model, torch.bfloat16)
-        buffers = make_buffers(model.cfg, 1, torch.bfloat16, state, torch.device("cpu"))
-        test = decode_self_test._Test(KernelOps(WHOLE_PLAN), weights, buffers)
-        for _ in range(2):
-            test.layer(weights, buffers)
-            assert test.found is None
 
 else:
 
