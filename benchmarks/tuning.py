@@ -50,6 +50,12 @@ def machine(row: Row) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
+def _preference(rows_there: dict[str, Row]) -> tuple[bool, int]:
+    """Machines with what still holds first, and of those the ones with the most."""
+    commits = {row["environment"]["git"]["commit"][:7] for row in rows_there.values()}
+    return bool(commits & OUTDATED.keys()), -len(rows_there)
+
+
 def chosen(variants: Iterable[str], found: Sequence[Row]) -> dict[str, Row]:
     """The row of each variant that has one; of one machine as far as there is one with them."""
     wanted = {Variant.parse(text): text for text in variants}
@@ -59,7 +65,7 @@ def chosen(variants: Iterable[str], found: Sequence[Row]) -> dict[str, Row]:
             # Taken out and put back: the machine seen last shall stand last.
             rows_there = by_machine.pop(machine(row), {})
             by_machine[machine(row)] = {**rows_there, wanted[variant]: row}
-    ranked = sorted(reversed(by_machine.values()), key=len, reverse=True)
+    ranked = sorted(reversed(by_machine.values()), key=_preference)
     picked: dict[str, Row] = {}
     for rows_there in ranked:
         picked = {**rows_there, **picked}

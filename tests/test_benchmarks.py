@@ -360,3 +360,14 @@ def test_every_command_of_the_page_is_one():
         source = (BENCHMARKS / name).read_text()
         for flag in re.findall(r"--[\w-]+", rest):
             assert f'"{flag}"' in source, f"{name} has no {flag}"
+
+
+def test_the_guide_to_many_gpus_has_its_figures_from_recorded_rows():
+    page = (ROOT / "docs" / "guides" / "many_gpus.md").read_text(encoding="utf-8")
+    found = rows.read(ROOT / "benchmarks" / "results" / "many_gpus.jsonl")
+    alone, ddp = (row for row in found if row["mode"] in ("alone", "ddp"))
+    said = f"{ddp['tokens_per_sec']:,} tok/s against {alone['tokens_per_sec']:,} without"
+    assert said in page and f"commit {alone['environment']['git']['commit'][:7]}" in page
+    assert abs(ddp["efficiency"] - 1) < 0.02
+    for row in (alone, ddp):
+        assert f"costs {row['save_sec']:.1f} s" in page and f"{row['save_share']:.1%}" == "0.6%"

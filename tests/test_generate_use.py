@@ -366,15 +366,19 @@ def test_the_measured_speeds_are_those_of_the_recorded_rows():
     page = (ROOT / "docs" / "guides" / "generate.md").read_text(encoding="utf-8")
     lines = (ROOT / "benchmarks" / "results" / "decode.jsonl").read_text(encoding="utf-8")
     found = list(map(json.loads, lines.splitlines()))
-    (commit,) = {row["environment"]["git"]["commit"][:7] for row in found[-6:]}
-    assert f"commit {commit}, `benchmarks/results/decode.jsonl`" in page
     newest = {row["benchmark"] + str(row.get("batch", "")): row for row in found}
     for batch in (1, 64):
         row = newest[f"decode{batch}"]
         low, high = f"{row['min']:,}", f"{row['max']:,}"
         rate = f"{row['tokens_per_sec']:,} ({low} to {high})"
-        assert f"| {batch} | {rate} | {row['graph_us']} | {row['floor_us']} |" in page
+        commit = row["environment"]["git"]["commit"][:7]
+        assert f"| {batch} | {rate} | {row['graph_us']} | {row['floor_us']} | {commit} |" in page
     assert f": {newest['decode_first_token']['median_ms']} ms" in page
+    older = newest["decode_memory"]["environment"]["git"]["commit"][:7]
+    assert newest["decode_first_token"]["environment"]["git"]["commit"].startswith(older)
+    for row in found:
+        if row["benchmark"] == "decode" and row["environment"]["git"]["commit"].startswith(older):
+            assert f"batch {row['batch']} took {row['graph_us']}" in page
     memory = newest["decode_memory"]["mib"]
     assert memory["at_token_1000"] == memory["at_token_100000"]
     assert f"{memory['at_token_1000']} MiB at token 1,000" in page

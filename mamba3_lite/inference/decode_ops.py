@@ -7,6 +7,8 @@ Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N com
 W = H (P + 4 N + 1).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,9 @@ _MULTIPROCESSORS = 128
 _LEAST_SPLIT = 32
 _BEST_BLOCK = 8192
 _LINE_BYTES = 128
+_WARP = 32
+# Of what is read later: more would push out of the cache what is read sooner.
+_MOST_ASKED = 16 * 2**20
 
 
 def _power_of_two(n: int) -> int:
@@ -46,6 +51,7 @@ class PlainOps:
         eps: float = 0.0,
         gated: bool = False,
         add: bool = False,
+        ahead: Tensor | None = None,
     ) -> None:
         """out (B, M) <- weight (M, K) times x (B, K).
 
@@ -53,6 +59,7 @@ class PlainOps:
             norm: scales (K,) of an RMSNorm that x goes through first.
             gated: weight is (2 M, K); out is silu of the first half times the second.
             add: onto what ``out`` holds.
+            ahead: what a later operation reads, and may be fetched from memory already.
         """
         if norm is not None:
             x = F.rms_norm(x, x.shape[-1:], norm, eps)
@@ -60,7 +67,7 @@ class PlainOps:
         result = plain_swiglu(result) if gated else result
         out.copy_(out + result if add else result)
 
-    def partial_product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def partial_product(self, x: Tensor, weight: Tensor, *, ahead: Tensor | None = None) -> Tensor:
         """Parts (S, B, M), of which the sum is weight (M, K) times x (B, K)."""
         return F.linear(x, weight)[None]
 
@@ -78,7 +85,9 @@ class PlainOps:
         ids.copy_(where)
         found.copy_(torch.stack([where.double(), largest.double()]))
 
-    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+    def ssd_step(
+        self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor, *, ahead: Tensor | None = None
+    ) -> None:
         """One token: state (B, H, 2 N, P) in place and y (B, H P).
 
         Args:
@@ -104,9 +113,19 @@ class KernelOps:
 
         self.plan, self.kernels = plan, decode
 
-    def _options(self, stages: int = 1) -> dict[str, int]:
-        options = {"num_warps": self.plan.num_warps, "num_stages": stages, "PDL": self.plan.pdl}
+    def _options(self, stages: int = 1, warps: int = 0) -> dict[str, int]:
+        options = {
+            "num_warps": warps or self.plan.num_warps, "num_stages": stages, "PDL": self.plan.pdl,
+        }  # fmt: skip
         return options | ({"launch_pdl": True} if self.plan.pdl else {})
+
+    def _asked(self, ahead: Tensor | None, programs: int, like: Tensor) -> tuple[Tensor, int, int]:
+        """(what is asked for, its bytes, the cache lines a program asks for)."""
+        if not self.plan.ahead or ahead is None:
+            return like, 0, 0
+        size = min(ahead.nbytes, _MOST_ASKED)
+        threads = _WARP * self.plan.num_warps
+        return ahead, size, max(threads, _power_of_two(-(-size // (_LINE_BYTES * programs))))
 
     def _split(self, inputs: int, outputs: int) -> int:
         """How many inputs a program takes: fewer where a product has too few programs."""
@@ -133,6 +152,7 @@ class KernelOps:
         eps: float = 0.0,
         gated: bool = False,
         add: bool = False,
+        ahead: Tensor | None = None,
     ) -> None:
         """See :meth:`PlainOps.product`."""
         (batch, inputs), outputs = x.shape, out.shape[1]
@@ -140,9 +160,12 @@ class KernelOps:
         if batch == 1:
             width = _power_of_two(inputs)
             rows = max(1, self.plan.weights // width // (2 if gated else 1))
-            self.kernels.vector_kernel[(-(-outputs // rows),)](
-                x, norm, weight, out, eps, ROWS=rows, BLOCK_K=width, **kind, **self._options()
-            )
+            programs = -(-outputs // rows)
+            *asked, lines = self._asked(ahead, programs, weight)
+            self.kernels.vector_kernel[(programs,)](
+                x, norm, weight, out, eps, *asked, ROWS=rows, BLOCK_K=width, ASKED=lines,
+                **kind, **self._options(),
+            )  # fmt: skip
             return
         tile = min(self.plan.batch, max(16, _power_of_two(batch)))
         # Narrow outputs in thin slices: a program a multiprocessor reads more at a time. A gated
@@ -150,22 +173,26 @@ class KernelOps:
         most = max(16, self.plan.rows // (2 if gated else 1))
         rows = min(most, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
-        self.kernels.batch_kernel[(-(-outputs // rows), -(-batch // tile))](
-            x, norm, weight, out, eps, batch,
+        grid = -(-outputs // rows), -(-batch // tile)
+        *asked, asked_lines = self._asked(ahead, math.prod(grid), weight)
+        self.kernels.batch_kernel[grid](
+            x, norm, weight, out, eps, batch, *asked,
             BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=self.plan.depth, LINES=_power_of_two(lines),
-            **kind, **self._options(self.plan.stages),
+            ASKED=asked_lines, **kind, **self._options(self.plan.stages),
         )  # fmt: skip
 
-    def partial_product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def partial_product(self, x: Tensor, weight: Tensor, *, ahead: Tensor | None = None) -> Tensor:
         """See :meth:`PlainOps.partial_product`; float32, in a buffer of its own."""
         (batch, inputs), outputs = x.shape, len(weight)
         tile = min(self.plan.batch, max(16, _power_of_two(batch)))
         split = self._split(inputs, outputs)
         blocks, splits = -(-outputs // self.plan.rows), -(-inputs // split)
         out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=x.device)
-        self.kernels.split_kernel[(blocks, splits, -(-batch // tile))](
-            x, weight, out, batch, K=inputs, M=outputs, BLOCK_B=tile, BLOCK_M=self.plan.rows,
-            BLOCK_K=split, **self._options(),
+        grid = blocks, splits, -(-batch // tile)
+        *asked, lines = self._asked(ahead, math.prod(grid), weight)
+        self.kernels.split_kernel[grid](
+            x, weight, out, batch, *asked, K=inputs, M=outputs, BLOCK_B=tile,
+            BLOCK_M=self.plan.rows, BLOCK_K=split, ASKED=lines, **self._options(),
         )  # fmt: skip
         return out
 
@@ -186,12 +213,17 @@ class KernelOps:
             logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options() | {"num_warps": 16}
         )
 
-    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+    def ssd_step(
+        self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor, *, ahead: Tensor | None = None
+    ) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""
         batch, heads, rows, channels = state.shape
         tile_n = _power_of_two(rows // 2)
         tile_p = min(_power_of_two(channels), max(1, self.plan.state // tile_n))
-        self.kernels.ssd_step_kernel[(batch * heads, -(-channels // tile_p))](
-            proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
-            S=len(proj) if proj.dim() == 3 else 1, TILE_N=tile_n, TILE_P=tile_p, **self._options(),
+        grid = batch * heads, -(-channels // tile_p)
+        *asked, lines = self._asked(ahead, math.prod(grid), state)
+        self.kernels.ssd_step_kernel[grid](
+            proj, a[0], a[1], state, y, *asked, H=heads, N=rows // 2, P=channels,
+            S=len(proj) if proj.dim() == 3 else 1, TILE_N=tile_n, TILE_P=tile_p, ASKED=lines,
+            **self._options(warps=self.plan.state_warps),
         )  # fmt: skip

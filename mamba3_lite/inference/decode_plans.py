@@ -27,6 +27,8 @@ class Plan(NamedTuple):
     split: at larger batches the most inputs of a product that a program takes; 0: it loops over all
         of them. ``batch`` and ``rows`` are then the program's tile, and ``depth`` and ``stages``
         count for the products that are not split.
+    state_warps: of the SSD step; 0: as many as the others have.
+    ahead: how many kernels later what a kernel asks into the L2 cache is read; 0: it asks nothing.
     """
 
     pdl: bool
@@ -38,30 +40,38 @@ class Plan(NamedTuple):
     stages: int
     state: int
     split: int = 0
+    state_warps: int = 0
+    ahead: int = 0
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 2, 1024)
+_CHAIN = SMALL_PLAN._replace(pdl=True)
 VECTOR_PLANS = (
-    SMALL_PLAN._replace(pdl=True, weights=8192),
-    SMALL_PLAN._replace(pdl=True),
-    SMALL_PLAN._replace(pdl=True, num_warps=8, weights=16384),
-    # A warp a program: sums without a barrier.
-    SMALL_PLAN._replace(pdl=True, num_warps=1, weights=2048),
-    SMALL_PLAN._replace(pdl=True, num_warps=2, weights=4096),
-    SMALL_PLAN._replace(pdl=True, num_warps=2, weights=2048),
-    SMALL_PLAN._replace(weights=8192),
+    _CHAIN,
+    _CHAIN._replace(ahead=2),
+    _CHAIN._replace(ahead=3),
+    _CHAIN._replace(ahead=2, state=512),
+    _CHAIN._replace(weights=8192, ahead=2),
+    _CHAIN._replace(weights=2048, ahead=2),
+    _CHAIN._replace(num_warps=8, weights=8192, ahead=2),
+    # Two warps a program: sums without much of a barrier.
+    _CHAIN._replace(num_warps=2, weights=2048, ahead=2),
+    SMALL_PLAN._replace(ahead=2),
 )
+_LOOP = Plan(True, 4, 8192, 64, 64, 64, 4, 2048)
+_SPLIT = Plan(True, 4, 8192, 64, 64, 128, 5, 2048, split=256)
 BATCH_PLANS = (
-    Plan(True, 4, 8192, 64, 32, 64, 4, 2048),
-    Plan(True, 4, 8192, 64, 64, 64, 4, 2048),
-    Plan(True, 4, 8192, 32, 32, 64, 4, 2048),
-    Plan(True, 4, 8192, 64, 32, 128, 3, 4096),
-    Plan(False, 4, 8192, 64, 32, 64, 4, 2048),
-    Plan(True, 4, 8192, 64, 64, 128, 5, 2048, split=256),
-    Plan(True, 8, 8192, 64, 64, 128, 5, 4096, split=256),
-    Plan(True, 4, 8192, 64, 64, 256, 2, 2048, split=128),
-    Plan(False, 4, 8192, 64, 64, 128, 5, 2048, split=256),
+    _SPLIT,
+    _SPLIT._replace(ahead=2),
+    _SPLIT._replace(ahead=1),
+    _SPLIT._replace(state=1024, state_warps=2),
+    _SPLIT._replace(state=1024, ahead=2),
+    _SPLIT._replace(state=4096, state_warps=8),
+    _SPLIT._replace(rows=32, ahead=2),
+    _SPLIT._replace(pdl=False),
+    _LOOP,
+    _LOOP._replace(rows=32, pdl=False),
 )
 
 

@@ -7,6 +7,7 @@ Legend: B batch, V vocabulary, H heads, N complex state width, D channels of a h
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -163,25 +164,42 @@ class Decoder:
 
     def _run_layers(self, ops: KernelOps) -> None:
         w, b = self.weights, self.buffers
+        later = self._later(ops)
         for layer, state in zip(w.layers, b.state, strict=True):
-            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
-            ops.ssd_step(b.proj, layer.a, state, b.y)
-            ops.product(b.y, layer.mixer, b.x, add=True)
-            ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
-            ops.product(b.act, layer.down, b.x, add=True)
+            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps, ahead=next(later))
+            ops.ssd_step(b.proj, layer.a, state, b.y, ahead=next(later))
+            ops.product(b.y, layer.mixer, b.x, add=True, ahead=next(later))
+            ops.product(
+                b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True,
+                ahead=next(later),
+            )  # fmt: skip
+            ops.product(b.act, layer.down, b.x, add=True, ahead=next(later))
         ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+
+    def _later(self, ops: KernelOps) -> Iterator[Tensor | None]:
+        """For one large operation after the other: what the plan has it ask for."""
+        w, b = self.weights, self.buffers
+        read = [
+            tensor
+            for layer, state in zip(w.layers, b.state, strict=True)
+            for tensor in (layer.in_proj, state, layer.mixer, layer.gate_up, layer.down)
+        ]
+        return itertools.chain([*read, w.head][ops.plan.ahead :], itertools.repeat(None))
 
     def _run_split(self, ops: KernelOps) -> None:
         """From the embedding on, with products in parts: a norm is then a kernel of its own."""
         w, b = self.weights, self.buffers
         following = [layer.norm1 for layer in w.layers[1:]] + [w.norm_f]
         ops.add_norm(b.x, None, w.layers[0].norm1, w.eps, b.normed)
+        later = self._later(ops)
         for layer, state, norm in zip(w.layers, b.state, following, strict=True):
-            ops.ssd_step(ops.partial_product(b.normed, layer.in_proj), layer.a, state, b.y)
-            mixed = ops.partial_product(b.y, layer.mixer)
+            proj = ops.partial_product(b.normed, layer.in_proj, ahead=next(later))
+            ops.ssd_step(proj, layer.a, state, b.y, ahead=next(later))
+            mixed = ops.partial_product(b.y, layer.mixer, ahead=next(later))
             ops.add_norm(b.x, mixed, layer.norm2, w.eps, b.normed)
-            ops.product(b.normed, layer.gate_up, b.act, gated=True)
-            ops.add_norm(b.x, ops.partial_product(b.act, layer.down), norm, w.eps, b.normed)
+            ops.product(b.normed, layer.gate_up, b.act, gated=True, ahead=next(later))
+            down = ops.partial_product(b.act, layer.down, ahead=next(later))
+            ops.add_norm(b.x, down, norm, w.eps, b.normed)
         ops.product(b.normed, w.head, b.logits)
 
     def _problem(self, plan: Plan) -> str | None:

@@ -12,7 +12,8 @@ A step is bound by memory, and at batch 1 by the latency of the chain, so with P
 dependent launch, compute capability 9.0) a kernel starts while its predecessor runs, and takes in
 what does not depend on it: its weights, or the state. ``griddepcontrol.wait`` then waits for all
 that the predecessor has written. Every kernel waits, so all earlier kernels are finished behind it,
-too.
+too. One predecessor may be too short for that, so a kernel can ask what a later one reads
+(``ahead``, ``ahead_bytes``) into the L2 cache: memory is busy while the chain waits.
 
 Nothing is accumulated in memory: equal inputs give equal bits.
 """
@@ -50,6 +51,18 @@ def _to_l2(addresses):
 
 
 @triton.jit
+def _ask(ahead, ahead_bytes, LINES: tl.constexpr):
+    """Asks this program's share, LINES cache lines, of what is read later into the L2 cache."""
+    if LINES > 0:
+        across = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
+        program = (tl.program_id(0) + tl.num_programs(0) * across).to(tl.int64)
+        first = program * (LINES * 128)
+        if first < ahead_bytes:
+            offset = first + tl.arange(0, LINES) * 128
+            _to_l2(ahead.to(tl.int64) + tl.minimum(offset, ahead_bytes - 128))
+
+
+@triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
@@ -75,11 +88,12 @@ def embed_kernel(ids, weight, x, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(x + row * K + k, values, mask=k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead_bytes"])
 def vector_kernel(
-    x, norm, weight, out, eps,
+    x, norm, weight, out, eps, ahead, ahead_bytes,
     K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M), batch 1: out (M,) = weight (M, K) times x (K,), in float32.
 
@@ -96,6 +110,7 @@ def vector_kernel(
         up = _load_columns(at + M * K, k[None, :], K, BLOCK_K).to(tl.float32)
     if NORM:
         scale = _load_columns(norm + k, k, K, BLOCK_K).to(tl.float32)
+    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     v = _load_columns(x + k, k, K, BLOCK_K).to(tl.float32)
     factor = 1.0
@@ -111,12 +126,13 @@ def vector_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "ahead_bytes"])
 def batch_kernel(
-    x, norm, weight, out, eps, batch,
+    x, norm, weight, out, eps, batch, ahead, ahead_bytes,
     K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M, blocks of B): ``vector_kernel`` for x (B, K) and out (B, M).
 
@@ -134,6 +150,7 @@ def batch_kernel(
         _to_l2(weight.to(tl.int64) + line)
         if GATED:
             _to_l2(weight.to(tl.int64) + M * K * ELEMENT + line)
+    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     # Rows beyond the end are read as the last one, and not stored.
     x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
@@ -169,11 +186,11 @@ def batch_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "ahead_bytes"])
 def split_kernel(
-    x, weight, out, batch,
+    x, weight, out, batch, ahead, ahead_bytes,
     K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M, splits of K, blocks of B): out (S, B, M) float32, its sum over S x W^T.
 
@@ -187,6 +204,7 @@ def split_kernel(
     # Rows beyond the end are read as the last one, and not stored.
     w_rows = weight + tl.minimum(m, M - 1)[:, None] * K
     w = _load_columns(w_rows + k[None, :], k[None, :], K, BLOCK_K)
+    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
     a = _load_columns(x_rows + k[None, :], k[None, :], K, BLOCK_K)
@@ -257,46 +275,37 @@ def best_kernel(
 
 
 @triton.jit
+def _sine_cosine(x):
+    """Of -pi/2 <= x <= pi/2, within 1e-7: the first terms of both series, and no branch."""
+    square = x * x
+    sine = -1.0 / 39916800.0
+    sine = sine * square + 1.0 / 362880.0
+    sine = sine * square - 1.0 / 5040.0
+    sine = sine * square + 1.0 / 120.0
+    sine = sine * square - 1.0 / 6.0
+    cosine = 1.0 / 479001600.0
+    cosine = cosine * square - 1.0 / 3628800.0
+    cosine = cosine * square + 1.0 / 40320.0
+    cosine = cosine * square - 1.0 / 720.0
+    cosine = cosine * square + 1.0 / 24.0
+    cosine = cosine * square - 0.5
+    return x + x * square * sine, 1.0 + square * cosine
+
+
+@triton.jit
 def _expm1_near_zero(x):
     """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
     total = tl.full((), 1.0, tl.float32)
     for i in tl.static_range(8, 1, -1):
-        total = 1.0 + total * x / i
+        total = 1.0 + total * (x * (1.0 / i))
     return total * x
 
 
-@triton.jit
-def ssd_of_one_token(h_re, h_im, alpha, omega, x, b_re, b_im, c_re, c_im, raw_dt):
-    """(new h_re, new h_im, read): tiles (N, P) of a head's state one token on, and Re(C h), which
-    is yet to be summed over N.
-
-    x, B, C and raw dt are float32 and of any shape that goes with the tile; alpha + i omega = A.
-    The factor is split as in ``ssd_complex.split_factor``: near 1 only what differs from 1 is
-    rounded.
-    """
-    s = _softplus(raw_dt)
-    turns = omega.to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
-    turn = turns * s.to(tl.float64)
-    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
-    size = tl.exp(alpha * s)
-    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
-    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
-    half = tl.sin(angle * 0.5)
-    below_one = 2.0 * half * half
-    cosine = 1.0 - below_one
-    near_one = _expm1_near_zero(alpha * s) * cosine - below_one
-    real = tl.where(whole > 0.0, near_one, size * cosine)
-    imag = size * (2.0 * half * tl.cos(angle * 0.5))
-    new_re = whole * h_re + (real * h_re - imag * h_im + b_re * x)
-    new_im = whole * h_im + (real * h_im + imag * h_re + b_im * x)
-    return new_re, new_im, c_re * new_re - c_im * new_im
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["ahead_bytes"])
 def ssd_step_kernel(
-    proj, a_re, a_im, state, y,
+    proj, a_re, a_im, state, y, ahead, ahead_bytes,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H, tiles of P): h <- e^{A s} h + B x^T in place, y (B, H P) = Re(C h).
 
@@ -316,7 +325,8 @@ def ssd_step_kernel(
     h_re = tl.load(at, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     h_im = tl.load(at + N * P, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     alpha = tl.load(a_re + head)
-    omega = tl.load(a_im + head)
+    turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
+    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     width = H * (P + 4 * N + 1)
     row = proj + (program // H) * width
@@ -327,12 +337,22 @@ def ssd_step_kernel(
     b_im = _sum_parts(pairs + H * N, n < N, stride, S)
     c_re = _sum_parts(pairs + 2 * H * N, n < N, stride, S)
     c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
-    raw_dt = _sum_parts(row + H * (P + 4 * N) + head, True, stride, S)
-    new_re, new_im, read = ssd_of_one_token(
-        h_re, h_im, alpha, omega, x[None, :], b_re[:, None], b_im[:, None], c_re[:, None],
-        c_im[:, None], raw_dt,
-    )  # fmt: skip
+    s = _softplus(_sum_parts(row + H * (P + 4 * N) + head, True, stride, S))
+
+    turn = turns * s.to(tl.float64)
+    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+    size = tl.exp(alpha * s)
+    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
+    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
+    sine, cosine = _sine_cosine(angle * 0.5)
+    below_one = 2.0 * sine * sine
+    near_one = _expm1_near_zero(alpha * s) * (1.0 - below_one) - below_one
+    real = tl.where(whole > 0.0, near_one, size * (1.0 - below_one))
+    imag = size * (2.0 * sine * cosine)
+    new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
+    new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
     kind = state.dtype.element_ty
     tl.store(at, new_re.to(kind), mask=inside, eviction_policy=first)
     tl.store(at + N * P, new_im.to(kind), mask=inside, eviction_policy=first)
-    tl.store(y + program * P + p, tl.sum(read, 0).to(y.dtype.element_ty), mask=p < P)
+    read = tl.sum(c_re[:, None] * new_re - c_im[:, None] * new_im, 0)
+    tl.store(y + program * P + p, read.to(y.dtype.element_ty), mask=p < P)

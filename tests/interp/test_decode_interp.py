@@ -53,7 +53,7 @@ FAULTS = {
     "no decay": ("size = tl.exp(alpha * s)", "size = tl.exp(0.0 * alpha * s)", "SSD step"),
     "a factor too large": ("near_one = _expm1", "near_one = 1.0 + _expm1", "SSD step"),
     "state not kept": ("tl.store(at + N * P", "tl.store(at", "SSD step: state"),
-    "C not conjugated": ("- c_im * new_im", "+ c_im * new_im", "SSD step: y"),
+    "C not conjugated": ("- c_im[:, None]", "+ c_im[:, None]", "SSD step: y"),
     "a split twice": ("k = split * BLOCK_K", "k = 0 * split * BLOCK_K", "in_proj in parts"),
     "a part left out": (
         "static_range(S):\n        v",
