@@ -7,7 +7,9 @@ Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N com
 W = H (P + 4 N + 1).
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -112,12 +114,22 @@ class KernelOps:
         from mamba3_lite.kernels import decode
 
         self.plan, self.kernels = plan, decode
+        self._pdl = plan.pdl
+
+    @contextlib.contextmanager
+    def where_chains_meet(self) -> Iterator[None]:
+        """Where several streams part or meet, a launch waits for the end of all before it."""
+        self._pdl = self.plan.pdl and self.plan.chains == 1
+        try:
+            yield
+        finally:
+            self._pdl = self.plan.pdl
 
     def _options(self, stages: int = 1, warps: int = 0) -> dict[str, int]:
         options = {
-            "num_warps": warps or self.plan.num_warps, "num_stages": stages, "PDL": self.plan.pdl,
+            "num_warps": warps or self.plan.num_warps, "num_stages": stages, "PDL": self._pdl,
         }  # fmt: skip
-        return options | ({"launch_pdl": True} if self.plan.pdl else {})
+        return options | ({"launch_pdl": True} if self._pdl else {})
 
     def _asked(self, ahead: Tensor | None, programs: int, like: Tensor) -> tuple[Tensor, int, int]:
         """(what is asked for, its bytes, the cache lines a program asks for)."""

@@ -29,6 +29,8 @@ class Plan(NamedTuple):
         count for the products that are not split.
     state_warps: of the SSD step; 0: as many as the others have.
     ahead: how many kernels later what a kernel asks into the L2 cache is read; 0: it asks nothing.
+    chains: parts of a larger batch that go through the layers beside each other, each in a stream
+        of its own: memory works for one while another one waits. Products are split then.
     """
 
     pdl: bool
@@ -42,21 +44,23 @@ class Plan(NamedTuple):
     split: int = 0
     state_warps: int = 0
     ahead: int = 0
+    chains: int = 1
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 2, 1024)
-_CHAIN = SMALL_PLAN._replace(pdl=True)
+MOST_CHAINS = 4
+_VECTOR = SMALL_PLAN._replace(pdl=True)
 VECTOR_PLANS = (
-    _CHAIN,
-    _CHAIN._replace(ahead=2),
-    _CHAIN._replace(ahead=3),
-    _CHAIN._replace(ahead=2, state=512),
-    _CHAIN._replace(weights=8192, ahead=2),
-    _CHAIN._replace(weights=2048, ahead=2),
-    _CHAIN._replace(num_warps=8, weights=8192, ahead=2),
+    _VECTOR,
+    _VECTOR._replace(ahead=2),
+    _VECTOR._replace(ahead=3),
+    _VECTOR._replace(ahead=2, state=512),
+    _VECTOR._replace(weights=8192, ahead=2),
+    _VECTOR._replace(weights=2048, ahead=2),
+    _VECTOR._replace(num_warps=8, weights=8192, ahead=2),
     # Two warps a program: sums without much of a barrier.
-    _CHAIN._replace(num_warps=2, weights=2048, ahead=2),
+    _VECTOR._replace(num_warps=2, weights=2048, ahead=2),
     SMALL_PLAN._replace(ahead=2),
 )
 _LOOP = Plan(True, 4, 8192, 64, 64, 64, 4, 2048)
@@ -69,6 +73,10 @@ BATCH_PLANS = (
     _SPLIT._replace(state=1024, ahead=2),
     _SPLIT._replace(state=4096, state_warps=8),
     _SPLIT._replace(rows=32, ahead=2),
+    _SPLIT._replace(chains=2),
+    _SPLIT._replace(chains=2, ahead=2),
+    _SPLIT._replace(chains=2, state=1024),
+    _SPLIT._replace(chains=4),
     _SPLIT._replace(pdl=False),
     _LOOP,
     _LOOP._replace(rows=32, pdl=False),

@@ -8,6 +8,11 @@ from torch import Tensor
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
+# Of the buffers whose first dimension is not the batch.
+BATCH_DIMENSION = {"best": 1, "state": 1}
+# A product has tiles of 16 sequences.
+LEAST_OF_A_CHAIN = 16
+
 
 class LayerWeights(NamedTuple):
     """One layer; ``a`` (2, H) float32 is the decay in effect, ``mixer`` is out_proj times mix."""
@@ -99,3 +104,19 @@ def make_buffers(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),
     )
+
+
+def chains_of(buffers: Buffers, count: int) -> list[Buffers]:
+    """Views of ``count`` equal parts of the batch, or all of it where it is not that large."""
+    batch = len(buffers.ids)
+    if batch % count or batch // count < LEAST_OF_A_CHAIN:
+        return [buffers]
+    size = batch // count
+
+    def part(name: str, tensor: Tensor, at: int) -> Tensor:
+        return tensor.narrow(BATCH_DIMENSION.get(name, 0), at, size)
+
+    return [
+        Buffers(*(part(name, t, at) for name, t in buffers._asdict().items()))
+        for at in range(0, batch, size)
+    ]

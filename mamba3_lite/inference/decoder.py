@@ -19,8 +19,8 @@ from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
 from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
-from mamba3_lite.inference.decode_plans import Plan
-from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
+from mamba3_lite.inference.decode_plans import MOST_CHAINS, Plan
+from mamba3_lite.inference.decode_weights import Buffers, Weights, chains_of, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer
 
@@ -123,12 +123,15 @@ class Decoder:
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._streams: list[torch.cuda.Stream] = []
         cfg = model.cfg
         self._shape = (
             f"B{batch_size}-L{cfg.n_layers}-d{cfg.d_model}-H{cfg.n_heads}-N{cfg.state_dim}"
             f"-P{cfg.head_dim}-F{cfg.ffn_dim}-V{cfg.vocab_size}-{state_dtype}"
         )
         with self._on_device():
+            if self.device.type == "cuda":
+                self._streams = [torch.cuda.Stream() for _ in range(MOST_CHAINS - 1)]
             self.plan = self._tested(plan) if plan else self._choose(dtype, batch_size)
         self.buffers.state.zero_()
 
@@ -164,7 +167,7 @@ class Decoder:
 
     def _run_layers(self, ops: KernelOps) -> None:
         w, b = self.weights, self.buffers
-        later = self._later(ops)
+        later = self._later(ops, b)
         for layer, state in zip(w.layers, b.state, strict=True):
             ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps, ahead=next(later))
             ops.ssd_step(b.proj, layer.a, state, b.y, ahead=next(later))
@@ -176,22 +179,32 @@ class Decoder:
             ops.product(b.act, layer.down, b.x, add=True, ahead=next(later))
         ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
 
-    def _later(self, ops: KernelOps) -> Iterator[Tensor | None]:
-        """For one large operation after the other: what the plan has it ask for."""
-        w, b = self.weights, self.buffers
-        read = [
-            tensor
-            for layer, state in zip(w.layers, b.state, strict=True)
-            for tensor in (layer.in_proj, state, layer.mixer, layer.gate_up, layer.down)
-        ]
-        return itertools.chain([*read, w.head][ops.plan.ahead :], itertools.repeat(None))
-
     def _run_split(self, ops: KernelOps) -> None:
-        """From the embedding on, with products in parts: a norm is then a kernel of its own."""
+        """From the embedding on, in chains with products in parts."""
         w, b = self.weights, self.buffers
+        first, *others = chains_of(b, ops.plan.chains)
+        if self.device.type == "cuda":
+            here = torch.cuda.current_stream()
+            for chain, stream in zip(others, self._streams, strict=False):
+                stream.wait_stream(here)
+                with torch.cuda.stream(stream):
+                    self._run_chain(ops, chain)
+            self._run_chain(ops, first)
+            for _, stream in zip(others, self._streams, strict=False):
+                here.wait_stream(stream)
+        else:
+            for chain in (first, *others):
+                self._run_chain(ops, chain)
+        with ops.where_chains_meet():
+            ops.product(b.normed, w.head, b.logits)
+
+    def _run_chain(self, ops: KernelOps, b: Buffers) -> None:
+        """All layers; a norm is a kernel of its own."""
+        w = self.weights
         following = [layer.norm1 for layer in w.layers[1:]] + [w.norm_f]
-        ops.add_norm(b.x, None, w.layers[0].norm1, w.eps, b.normed)
-        later = self._later(ops)
+        later = self._later(ops, b)
+        with ops.where_chains_meet():
+            ops.add_norm(b.x, None, w.layers[0].norm1, w.eps, b.normed)
         for layer, state, norm in zip(w.layers, b.state, following, strict=True):
             proj = ops.partial_product(b.normed, layer.in_proj, ahead=next(later))
             ops.ssd_step(proj, layer.a, state, b.y, ahead=next(later))
@@ -200,7 +213,15 @@ class Decoder:
             ops.product(b.normed, layer.gate_up, b.act, gated=True, ahead=next(later))
             down = ops.partial_product(b.act, layer.down, ahead=next(later))
             ops.add_norm(b.x, down, norm, w.eps, b.normed)
-        ops.product(b.normed, w.head, b.logits)
+
+    def _later(self, ops: KernelOps, b: Buffers) -> Iterator[Tensor | None]:
+        """For one large operation after the other: what the plan has it ask for."""
+        read = [
+            tensor
+            for layer, state in zip(self.weights.layers, b.state, strict=True)
+            for tensor in (layer.in_proj, state, layer.mixer, layer.gate_up, layer.down)
+        ]
+        return itertools.chain([*read, self.weights.head][ops.plan.ahead :], itertools.repeat(None))
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources

@@ -35,6 +35,8 @@ DEVICE = "cuda"
 KINDS = ({"normed": True}, {"add": True}, {"normed": True, "gated": True})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT = next(plan for plan in BATCH_PLANS if plan.split)
+CHAINS = next(plan for plan in BATCH_PLANS if plan.chains > 1)
+LOOP = next(plan for plan in BATCH_PLANS if not plan.split)
 MODEL = {"head_dim": 16, "state_dim": 16, "d_model": 64, "ffn_dim": 96, "chunk_size": 64}
 
 
@@ -131,7 +133,10 @@ def test_every_candidate_is_right_at_the_production_shape_a04(batch):
             assert decode_self_test.problem(KernelOps(plan), weights, buffers) is None, plan
 
 
-@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0]), (64, SPLIT)])
+@pytest.mark.parametrize(
+    "batch, plan",
+    [(1, VECTOR_PLANS[0]), (1, VECTOR_PLANS[1]), (64, LOOP), (64, SPLIT), (64, CHAINS)],
+)
 def test_overlapping_kernels_change_no_bit(batch, plan):
     """A kernel that read before its predecessor had written would, sooner or later."""
     if not here(plan):

@@ -51,7 +51,7 @@ def launches(
     embed = empty(cfg.vocab_size, cfg.d_model)
     decoder = object.__new__(Decoder)
     decoder.weights = decode_weights.Weights(embed, [layer], empty(cfg.d_model), embed, 1e-5)
-    decoder.buffers = buffers
+    decoder.buffers, decoder.device = buffers, buffers.x.device
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             patch.setattr(decode, name, _Watched(getattr(decode, name), found, False))
@@ -80,9 +80,10 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")
         assert stack <= 256, (launch.kernel.__name__, stack)
         code = compiled.asm["ptx"]
-        assert ("griddepcontrol" in code) is plan.pdl
+        overlaps = launch.arguments["PDL"]
+        assert ("griddepcontrol" in code) is overlaps and (overlaps is plan.pdl or plan.chains > 1)
         name = launch.kernel.__name__
-        if name in ("vector_kernel", "ssd_step_kernel", "split_kernel") and plan.pdl:
+        if name in ("vector_kernel", "ssd_step_kernel", "split_kernel") and overlaps:
             early, late = code.split("griddepcontrol.wait")
             # Weights and state are under way before the wait, and nothing else is.
             assert "griddepcontrol.launch_dependents" in early
@@ -91,7 +92,7 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
             assert re.findall(r"ld\.global\S*\.v4", early)
             asks = "prefetch.global.L2" in code
             assert asks is (launch.arguments["ASKED"] > 0) and ("prefetch" in early) is asks
-        elif name == "batch_kernel" and plan.pdl:
+        elif name == "batch_kernel" and overlaps:
             early = code.split("griddepcontrol.wait")[0]
             assert "prefetch.global.L2" in early and "ld.global" not in early
             assert "cp.async" not in early

@@ -131,8 +131,12 @@ if INTERPRETED:
             )
 
     @pytest.mark.parametrize(
-        "batch, plan", [(1, None), (3, None), (3, SPLIT_PLAN), (1, SPLIT_PLAN)]
-    )
+        "batch, plan",
+        [
+            (1, None), (3, None), (3, SPLIT_PLAN), (1, SPLIT_PLAN),
+            (32, SPLIT_PLAN._replace(chains=2)),
+        ],
+    )  # fmt: skip
     @pytest.mark.parametrize("tied", [True, False])
     def test_whole_steps_agree_with_the_plain_path(tied, batch, plan):
         model = decode_checks.model("cpu", weight_tying=tied)
@@ -142,7 +146,7 @@ if INTERPRETED:
         for decoder in (plain, fused):
             decoder.load(state)
         ids = torch.arange(batch)
-        for _ in range(8):
+        for _ in range(8 if batch < 32 else 2):
             want, got = plain.step(ids), fused.step(ids)
             assert relative(got, want) < 1e-5
             assert torch.equal(got.argmax(-1), want.argmax(-1))
