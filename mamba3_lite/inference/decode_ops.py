@@ -133,7 +133,7 @@ class KernelOps:
 
     def _asked(self, ahead: Tensor | None, programs: int, like: Tensor) -> tuple[Tensor, int, int]:
         """(what is asked for, its bytes, the cache lines a program asks for)."""
-        if not self.plan.ahead or ahead is None:
+        if not self.plan.ahead or ahead is None or ahead.nbytes < _LINE_BYTES:
             return like, 0, 0
         size = min(ahead.nbytes, _MOST_ASKED)
         threads = _WARP * self.plan.num_warps
