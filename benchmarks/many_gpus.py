@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -109,6 +110,7 @@ def measure(
 ) -> dict[str, Any]:
     """One row; the program ends with what the run said if it failed."""
     folder, log = work / run.name, work / f"{run.name}.log"
+    start = time.perf_counter()
     with log.open("w") as said:
         done = subprocess.run(
             run.command(args.config, folder, settings), cwd=ROOT, stdout=said,
@@ -127,6 +129,7 @@ def measure(
         "peak_mem_gib": last["peak_mem_gib"],
         "least_peak_mem_gib": last.get("least_peak_mem_gib", last["peak_mem_gib"]),
         "longest_wait_sec": last.get("longest_wait_sec"),
+        "wall_sec": round(time.perf_counter() - start, 1),
         "losses": [logged[0]["loss"], last["loss"]],
     }  # fmt: skip
     if args.save:

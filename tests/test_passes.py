@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mamba3_lite.distributed.world import World
+from mamba3_lite.errors import UserError
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.losses import IGNORE_INDEX
-from mamba3_lite.training.passes import Recording, recording_for
+from mamba3_lite.training.passes import Recording, insist, recording_for
 from mamba3_lite.training.pretrain import TrainingConfig, train_step
 from tests.test_train_step import rows, setup
 
@@ -104,6 +105,42 @@ def test_a_dropped_window_leaves_nothing_behind():
             seen.append(float(metrics["loss"]))
     assert seen == want and opt_steps == 5
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_what_cannot_be_recorded_runs_plainly(good, capsys):
+    """The first graph, or only the one that adds to gradients."""
+    data = batches(9)
+    want, steps, weights, _ = trained(3, recorded=False, batches=data)
+    parts = setup(gradient_accumulation_steps=3)
+    model, optimizer, scheduler, config = parts
+    again = Again(model)
+
+    def record(run):
+        if again.recorded == good:
+            for parameter in model.parameters():  # as an interrupted backward pass may
+                parameter.grad = torch.ones_like(parameter)
+            try:
+                raise RuntimeError("a copy to the host\nsecond line")
+            finally:
+                raise RuntimeError("the end of the recording failed too")
+        return again(run)
+
+    recording = Recording(model, contextlib.nullcontext(), record=record)
+    AccumulationWindow.of(optimizer).recording = recording
+    opt_steps, seen = 0, []
+    for micro_step, (x, y) in enumerate(data):
+        metrics, opt_steps = train_step(
+            model, optimizer, scheduler, config, contextlib.nullcontext(), lambda line: None,
+            opt_steps, x, y, micro_step,
+        )  # fmt: skip
+        seen.append(float(metrics["loss"]))
+    assert (seen, opt_steps) == (want, steps) and recording.problem == "a copy to the host"
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    with pytest.raises(UserError, match="ran plainly .a copy to the host.: no result"):
+        insist(recording)
+    said = "[warn] micro-steps are not recorded, and run plainly: a copy to the host\n"
+    assert capsys.readouterr().out == said and again.replayed == good
 
 
 def test_another_shape_runs_plainly():

@@ -82,10 +82,10 @@ class PlainOps:
         out.copy_(F.rms_norm(x, x.shape[-1:], norm, eps))
 
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
-        """The largest of logits (B, V): ids (B,) <- where; found (2, B) float64 <- where, value."""
+        """The largest of logits (B, V): ids (B,) <- where; found (B, 2) float64 <- where, value."""
         largest, where = logits.max(-1)
         ids.copy_(where)
-        found.copy_(torch.stack([where.double(), largest.double()]))
+        found.copy_(torch.stack([where.double(), largest.double()], -1))
 
     def ssd_step(
         self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor, *, ahead: Tensor | None = None

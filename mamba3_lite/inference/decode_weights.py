@@ -8,8 +8,6 @@ from torch import Tensor
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
-# Of the buffers whose first dimension is not the batch.
-BATCH_DIMENSION = {"best": 1, "state": 1}
 # A product has tiles of 16 sequences.
 LEAST_OF_A_CHAIN = 16
 
@@ -99,7 +97,7 @@ def make_buffers(
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),
         logits=empty(cfg.vocab_size, torch.float32),
-        best=torch.zeros(2, batch, dtype=torch.float64, device=device),
+        best=torch.zeros(batch, 2, dtype=torch.float64, device=device),
         state=torch.zeros(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),
@@ -113,10 +111,10 @@ def chains_of(buffers: Buffers, count: int) -> list[Buffers]:
         return [buffers]
     size = batch // count
 
-    def part(name: str, tensor: Tensor, at: int) -> Tensor:
-        return tensor.narrow(BATCH_DIMENSION.get(name, 0), at, size)
-
+    rest = buffers._asdict()
+    states = rest.pop("state").split(size, 1)
+    parts = zip(*(tensor.split(size) for tensor in rest.values()), strict=True)
     return [
-        Buffers(*(part(name, t, at) for name, t in buffers._asdict().items()))
-        for at in range(0, batch, size)
+        Buffers(**dict(zip(rest, part, strict=True)), state=state)
+        for part, state in zip(parts, states, strict=True)
     ]

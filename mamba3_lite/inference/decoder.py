@@ -40,7 +40,7 @@ class StepDecoder(Protocol):
     def best(self) -> tuple[Tensor, Tensor] | None:
         """The ids (B,) of the last logits' largest, which :meth:`step` takes as they are.
 
-        With them (2, B) float64: ids and largest. The next step may overwrite both. None: nobody
+        With them (B, 2) float64: ids and largest. The next step may overwrite both. None: nobody
         has looked for them.
         """
 
@@ -226,8 +226,12 @@ class Decoder:
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources
 
+        ops, tried = KernelOps(plan), [self.buffers]
+        if plan.chains > 1:  # a chain has other tiles than the whole batch
+            tried.append(chains_of(self.buffers, plan.chains)[0])
+        problems = (decode_self_test.problem(ops, self.weights, buffers) for buffers in tried)
         try:
-            return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
+            return next(filter(None, problems), None)
         except OutOfResources as problem:
             return str(problem)
 

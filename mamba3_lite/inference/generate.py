@@ -217,10 +217,10 @@ class _ToHost:
             self.event.record()
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Ids and the largest logits, copied as two tensors or as the rows of one."""
+        """Ids and the largest logits, copied as two tensors or as the columns of one."""
         if self.event is not None:
             self.event.synchronize()
-        ids, largest = self.copies if len(self.copies) == 2 else self.copies[0]
+        ids, largest = self.copies if len(self.copies) == 2 else self.copies[0].unbind(-1)
         return [int(i) for i in ids.tolist()], largest.tolist()
 
 

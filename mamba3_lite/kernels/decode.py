@@ -250,7 +250,7 @@ def best_kernel(
 ):  # fmt: skip
     """Grid (B,): of logits (B, M) float32 the largest: ids (B,) int64, where, the first of equals.
 
-    found (2, B) float64: where and how large, NaN if any is.
+    found (B, 2) float64: where and how large, NaN if any is.
     """
     _announce(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -270,8 +270,8 @@ def best_kernel(
     place = tl.min(tl.where(best == largest, where, M - 1), 0)
     largest = tl.where(tl.sum(wrong, 0) > 0, float("nan"), largest)
     tl.store(ids + row, place.to(tl.int64))
-    tl.store(found + row, place.to(tl.float64))
-    tl.store(found + tl.num_programs(0) + row, largest.to(tl.float64))
+    tl.store(found + 2 * row, place.to(tl.float64))
+    tl.store(found + 2 * row + 1, largest.to(tl.float64))
 
 
 @triton.jit

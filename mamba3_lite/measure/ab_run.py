@@ -24,7 +24,7 @@ from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import TrainingConfig, load_training_config
-from mamba3_lite.training.passes import RECORDING_MODE, can_record
+from mamba3_lite.training.passes import RECORDING_MODE, can_record, insist
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.run_data import open_data
 
@@ -129,6 +129,7 @@ def train(path: str, backend: str) -> None:
     ran = {block._backend(trainer.device).name for block in blocks}
     if ran != {backend}:
         raise UserError(f"asked for the path {backend!r}, but {sorted(ran)} ran: no result.")
+    insist(trainer._window.recording)
 
 
 def _end_with_parent() -> None:

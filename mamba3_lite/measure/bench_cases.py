@@ -32,11 +32,11 @@ from mamba3_lite.measure.ab_arms import LAUNCH_KNOBS
 from mamba3_lite.measure.ab_run import backend_asked_for, compile_mode_in_effect
 from mamba3_lite.models import ssd_backends
 from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.training import passes
 from mamba3_lite.training.compile import compile_blocks
 from mamba3_lite.training.config import TrainingConfig
 from mamba3_lite.training.guard import AccumulationWindow
 from mamba3_lite.training.optim import build_optimizer
-from mamba3_lite.training.passes import recording_for
 from mamba3_lite.training.schedule import build_schedule
 from mamba3_lite.training.step import settle, train_step
 
@@ -226,10 +226,8 @@ class StepLoop:
                 (torch.rand(shape, device=device) < 1 / DOCUMENT_TOKENS).long().cumsum(1)
             )
         window = AccumulationWindow.of(self.optimizer)
-        window.late, window.recording = (
-            True,
-            recording_for(self.model, config, self.amp, World(device)),
-        )
+        window.late = True
+        window.recording = passes.recording_for(self.model, config, self.amp, World(device))
         self.opt_steps = self.calls = 0
 
     def opt_step(self) -> Tensor:
@@ -247,6 +245,7 @@ class StepLoop:
     def settle(self) -> None:
         """Takes in the outcome of the last step."""
         self.opt_steps = settle(self.optimizer, self.scheduler, print, self.opt_steps)
+        passes.insist(AccumulationWindow.of(self.optimizer).recording)
 
 
 def _step_case(config: TrainingConfig, device: torch.device, backend: str) -> Case:
@@ -261,6 +260,7 @@ def _step_case(config: TrainingConfig, device: torch.device, backend: str) -> Ca
         loop = StepLoop(config, device)
         if not torch.isfinite(loop.opt_step()):
             raise UserError(f"the loss of an optimizer step is {loop.loss}: nothing is timed")
+        loop.settle()
         return Work(loop.opt_step, config.tokens_per_micro_step)
 
     return Case("step", settings, build)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba3_lite.distributed.world import World
+from mamba3_lite.errors import UserError
 from mamba3_lite.training.config import TrainingConfig
 from mamba3_lite.training.losses import next_token_loss
 
@@ -50,10 +51,13 @@ class Recording:
 
     There are two graphs, since the first micro-step of a window writes the gradients and the later
     ones add to them; the tensors of the gradients are always the same ones. A batch of another
-    shape runs plainly.
+    shape runs plainly, and so does everything once something turned out not to be recordable.
 
     Args:
         record: how to record; for tests on a CPU.
+
+    Attributes:
+        problem: why passes cannot be recorded, once that is known.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Recording:
         self._batch: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._graphs: dict[bool, _Recorded] = {}
+        self.problem: str | None = None
 
     def __call__(self, divisor: int, batch: Sequence[Tensor]) -> LossAndCount:
         shape = [divisor, *((t.shape, t.dtype) for t in batch)]
@@ -73,12 +78,14 @@ class Recording:
             self._shape = shape
             self._batch = [t.clone(memory_format=torch.contiguous_format) for t in batch]
         first = all(p.grad is None for p in self._parameters)
-        if shape != self._shape or not (first or (self._gradients and self._ours())):
+        fits = shape == self._shape and (first or (self._gradients and self._ours()))
+        if fits and self.problem is None:
+            for own, given in zip(self._batch, batch, strict=True):
+                own.copy_(given)
+            if first not in self._graphs:
+                self._add(first, divisor)
+        if not fits or self.problem is not None:
             return forward_backward(self._model, self._amp, divisor, batch)
-        for own, given in zip(self._batch, batch, strict=True):
-            own.copy_(given)
-        if first not in self._graphs:
-            self._graphs[first] = self._recorded(first, divisor)
         if first:
             self._put(self._gradients)
         recorded = self._graphs[first]
@@ -95,7 +102,7 @@ class Recording:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _recorded(self, first: bool, divisor: int) -> _Recorded:
+    def _add(self, first: bool, divisor: int) -> None:
         def run() -> LossAndCount:
             return forward_backward(self._model, self._amp, divisor, self._batch)
 
@@ -104,10 +111,16 @@ class Recording:
         self._put([None if g is None else torch.zeros_like(g) for g in kept])
         run()
         self._put(kept)
-        recorded = _Recorded(*self._record(run))
+        try:
+            self._graphs[first] = _Recorded(*self._record(run))
+        except RuntimeError as problem:
+            self._put(kept)
+            # The end of a recording that failed fails as well; what came before says why.
+            self.problem = str(problem.__context__ or problem).strip().partition("\n")[0]
+            print(f"[warn] micro-steps are not recorded, and run plainly: {self.problem}")
+            return
         if first:
             self._gradients = [p.grad for p in self._parameters]
-        return recorded
 
 
 def recording_for(
@@ -123,6 +136,15 @@ def can_record(world: World) -> bool:
     return world.device.type == "cuda" and not world.grouped
 
 
+def insist(recording: Recording | None) -> None:
+    """``UserError`` where passes that were to be recorded ran plainly: measurements refuse them."""
+    if recording is not None and recording.problem is not None:
+        raise UserError(
+            f"micro-steps were to be recorded, but ran plainly ({recording.problem}): no result; "
+            "training.compile_mode=default asks for no recording."
+        )
+
+
 class CudaRecorder:
     """Records CUDA graphs that share their memory: no two of them run at once."""
 
@@ -133,7 +155,12 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # What the run before has left would be there twice.
         torch.cuda.empty_cache()
-        # Of this thread only: another one pins the memory of the next batches meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = run()
+        here = torch.cuda.current_stream()
+        try:
+            # Of this thread only: another one pins the memory of the next batches meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = run()
+        except RuntimeError:
+            torch.cuda.set_stream(here)  # the end of a recording that failed does not come to that
+            raise
         return graph.replay, results

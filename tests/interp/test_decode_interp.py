@@ -137,16 +137,15 @@ if INTERPRETED:
             (32, SPLIT_PLAN._replace(chains=2)),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("tied", [True, False])
-    def test_whole_steps_agree_with_the_plain_path(tied, batch, plan):
-        model = decode_checks.model("cpu", weight_tying=tied)
+    def test_whole_steps_agree_with_the_plain_path(batch, plan):
+        model = decode_checks.model("cpu", weight_tying=plan is None)
         prompts = [[3 + i, 5, 8] for i in range(batch)]
         _, state = prefill(model, prompts)
         plain, fused = PlainDecoder(model), Decoder(model, batch, plan=plan)
         for decoder in (plain, fused):
             decoder.load(state)
         ids = torch.arange(batch)
-        for _ in range(8 if batch < 32 else 2):
+        for _ in range(8 if batch < 32 else 1):
             want, got = plain.step(ids), fused.step(ids)
             assert relative(got, want) < 1e-5
             assert torch.equal(got.argmax(-1), want.argmax(-1))
