@@ -50,6 +50,11 @@ FAULTS = {
     ),
     "one dA for the other": ("tl.sum(s * turned, 0)", "tl.sum(s * grown, 0)", "dA"),
 }  # fmt: skip
+# Each takes ten seconds; the others are in the campaign.
+SAMPLE = (
+    "reads of another document", "future tokens", "3 % in Re dB",
+    "no edge in the gradient of the decay", "one dA for the other",
+)  # fmt: skip
 
 
 def addresses(launch: Launch, program: int, patch: pytest.MonkeyPatch) -> list[np.ndarray]:
@@ -123,7 +128,13 @@ if INTERPRETED:
         device = "cpu"
 
     # cases A06, A13
-    @pytest.mark.parametrize("name", FAULTS)
+    @pytest.mark.parametrize(
+        "name",
+        [
+            name if name in SAMPLE else pytest.param(name, marks=pytest.mark.campaign)
+            for name in FAULTS
+        ],
+    )
     def test_the_self_test_finds_a_planted_fault_a06_a13(name, tmp_path):
         old, new, tensor = FAULTS[name]
         with fused_checks.planted(tmp_path, old, new):
