@@ -176,9 +176,10 @@ def part_us(fast: Decoder) -> dict[str, float]:
     """Microseconds that each kind of kernel takes in a step if only that kind runs."""
     ops = KernelOps(fast.plan)
     found = {}
-    for kind in ("product", "partial_product", "add_norm", "ssd_step"):
+    kinds = ("product", "partial_product", "add_norm", "ssd_step", "best")
+    for kind in kinds:
         only = copy.copy(ops)
-        for other in ("embed", "product", "partial_product", "add_norm", "ssd_step"):
+        for other in ("embed", *kinds):
             if other != kind:
                 setattr(only, other, functools.partial(_nothing, ops, other))
         graph = torch.cuda.CUDAGraph()

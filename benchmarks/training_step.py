@@ -353,7 +353,10 @@ def main() -> None:
         if time.perf_counter() - start >= args.max_time:
             print(f"out of time: {len(variants) - done} variants left", file=sys.stderr)
             break
-        row = measure(variant, args, DEVICE)
+        try:
+            row = measure(variant, args, DEVICE)
+        except UserError as problem:
+            sys.exit(str(problem))
         rows.append(args.out, row, facts, hide=("parity_relative_l2",))
 
 

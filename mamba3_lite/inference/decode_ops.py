@@ -222,7 +222,7 @@ class KernelOps:
         """See :meth:`PlainOps.best`."""
         batch, width = logits.shape
         self.kernels.best_kernel[(batch,)](
-            logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options() | {"num_warps": 16}
+            logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options(warps=16)
         )
 
     def ssd_step(

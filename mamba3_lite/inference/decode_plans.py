@@ -49,7 +49,6 @@ class Plan(NamedTuple):
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 2, 1024)
-MOST_CHAINS = 4
 _VECTOR = SMALL_PLAN._replace(pdl=True)
 VECTOR_PLANS = (
     _VECTOR,

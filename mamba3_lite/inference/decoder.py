@@ -19,7 +19,7 @@ from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
 from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
-from mamba3_lite.inference.decode_plans import MOST_CHAINS, Plan
+from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_weights import Buffers, Weights, chains_of, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -123,15 +123,12 @@ class Decoder:
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._streams: list[torch.cuda.Stream] = []
         cfg = model.cfg
         self._shape = (
             f"B{batch_size}-L{cfg.n_layers}-d{cfg.d_model}-H{cfg.n_heads}-N{cfg.state_dim}"
             f"-P{cfg.head_dim}-F{cfg.ffn_dim}-V{cfg.vocab_size}-{state_dtype}"
         )
         with self._on_device():
-            if self.device.type == "cuda":
-                self._streams = [torch.cuda.Stream() for _ in range(MOST_CHAINS - 1)]
             self.plan = self._tested(plan) if plan else self._choose(dtype, batch_size)
         self.buffers.state.zero_()
 
@@ -185,12 +182,13 @@ class Decoder:
         first, *others = chains_of(b, ops.plan.chains)
         if self.device.type == "cuda":
             here = torch.cuda.current_stream()
-            for chain, stream in zip(others, self._streams, strict=False):
+            streams = [torch.cuda.Stream() for _ in others]
+            for chain, stream in zip(others, streams, strict=True):
                 stream.wait_stream(here)
                 with torch.cuda.stream(stream):
                     self._run_chain(ops, chain)
             self._run_chain(ops, first)
-            for _, stream in zip(others, self._streams, strict=False):
+            for stream in streams:
                 here.wait_stream(stream)
         else:
             for chain in (first, *others):

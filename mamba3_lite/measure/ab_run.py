@@ -24,7 +24,7 @@ from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 from mamba3_lite.training.compile import compile_blocks, compile_refusal
 from mamba3_lite.training.config import TrainingConfig, load_training_config
-from mamba3_lite.training.passes import RECORDING_MODE, can_record, insist
+from mamba3_lite.training.passes import RECORDING_MODE, insist, is_recorded
 from mamba3_lite.training.pretrain import Pretrainer
 from mamba3_lite.training.run_data import open_data
 
@@ -77,8 +77,7 @@ def compile_mode_in_effect(config: TrainingConfig, device: torch.device) -> str 
         "ffn_dim": 8,
     }  # fmt: skip
     blocks = compile_blocks(Mamba3Transformer(tiny), config.compile_mode)
-    recorded = config.compile_mode == RECORDING_MODE and can_record(World(device))
-    return RECORDING_MODE if recorded else blocks
+    return RECORDING_MODE if is_recorded(config, World(device)) else blocks
 
 
 def check(path: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ than the work itself; a replay is one launch.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,10 @@ RECORDING_MODE = "reduce-overhead"
 
 # (summed loss, number of counted tokens), both 0-d.
 LossAndCount = tuple[Tensor, Tensor]
-# Runs something without effect and gives what replays it.
-Record = Callable[[Callable[[], LossAndCount]], tuple[Callable[[], None], LossAndCount]]
+# What replays, and what it then writes into.
+Recorded = tuple[Callable[[], None], LossAndCount]
+# Runs something without effect and gives its recording.
+Record = Callable[[Callable[[], LossAndCount]], Recorded]
 
 
 def forward_backward(
@@ -41,13 +42,8 @@ def forward_backward(
     return loss_sum.detach(), count
 
 
-class _Recorded(NamedTuple):
-    replay: Callable[[], None]
-    results: LossAndCount
-
-
 class Recording:
-    """:func:`forward_backward` for batches of one shape, replayed from the second call on.
+    """:func:`forward_backward` for batches of one shape, recorded when first met and replayed.
 
     There are two graphs, since the first micro-step of a window writes the gradients and the later
     ones add to them; the tensors of the gradients are always the same ones. A batch of another
@@ -69,30 +65,36 @@ class Recording:
         self._shape: list[object] = []
         self._batch: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
-        self._graphs: dict[bool, _Recorded] = {}
+        self._graphs: dict[bool, Recorded] = {}
         self.problem: str | None = None
 
     def __call__(self, divisor: int, batch: Sequence[Tensor]) -> LossAndCount:
+        first = all(p.grad is None for p in self._parameters)
+        recorded = None
+        if self.problem is None:
+            recorded = self._recorded(first, divisor, batch)
+        if recorded is None:
+            return forward_backward(self._model, self._amp, divisor, batch)
+        if first:
+            self._put(self._gradients)
+        replay, (loss_sum, count) = recorded
+        replay()
+        # The next replay overwrites its own results.
+        return loss_sum.clone(), count.clone()
+
+    def _recorded(self, first: bool, divisor: int, batch: Sequence[Tensor]) -> Recorded | None:
+        """What takes this batch, which it then holds; None: the batch has to run plainly."""
         shape = [divisor, *((t.shape, t.dtype) for t in batch)]
         if not self._shape:
             self._shape = shape
             self._batch = [t.clone(memory_format=torch.contiguous_format) for t in batch]
-        first = all(p.grad is None for p in self._parameters)
-        fits = shape == self._shape and (first or (self._gradients and self._ours()))
-        if fits and self.problem is None:
-            for own, given in zip(self._batch, batch, strict=True):
-                own.copy_(given)
-            if first not in self._graphs:
-                self._add(first, divisor)
-        if not fits or self.problem is not None:
-            return forward_backward(self._model, self._amp, divisor, batch)
-        if first:
-            self._put(self._gradients)
-        recorded = self._graphs[first]
-        recorded.replay()
-        # The next replay overwrites its own results.
-        loss_sum, count = recorded.results
-        return loss_sum.clone(), count.clone()
+        if shape != self._shape or not (first or (self._gradients and self._ours())):
+            return None
+        for own, given in zip(self._batch, batch, strict=True):
+            own.copy_(given)
+        if first not in self._graphs:
+            self._add(first, divisor)
+        return self._graphs.get(first)
 
     def _ours(self) -> bool:
         gradients = zip(self._parameters, self._gradients, strict=True)
@@ -112,7 +114,7 @@ class Recording:
         run()
         self._put(kept)
         try:
-            self._graphs[first] = _Recorded(*self._record(run))
+            self._graphs[first] = self._record(run)
         except RuntimeError as problem:
             self._put(kept)
             # The end of a recording that failed fails as well; what came before says why.
@@ -126,14 +128,17 @@ class Recording:
 def recording_for(
     model: nn.Module, config: TrainingConfig, amp_context: AbstractContextManager, world: World
 ) -> Recording | None:
-    """For ``compile_mode: reduce-overhead``, in a process of its own on a GPU; else None."""
-    wanted = config.compile_model and config.compile_mode == RECORDING_MODE
-    return Recording(model, amp_context) if wanted and can_record(world) else None
+    """A recording of its own, or None where nothing is to be recorded."""
+    return Recording(model, amp_context) if is_recorded(config, world) else None
 
 
-def can_record(world: World) -> bool:
-    """Whether passes can be recorded here: exchanges between ranks are not."""
-    return world.device.type == "cuda" and not world.grouped
+def is_recorded(config: TrainingConfig, world: World) -> bool:
+    """Whether ``compile_mode: reduce-overhead`` is in effect: on a GPU, and not over ranks.
+
+    Their exchanges are not recorded.
+    """
+    asked = config.compile_model and config.compile_mode == RECORDING_MODE
+    return asked and world.device.type == "cuda" and not world.grouped
 
 
 def insist(recording: Recording | None) -> None:
@@ -151,7 +156,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], LossAndCount]) -> tuple[Callable[[], None], LossAndCount]:
+    def __call__(self, run: Callable[[], LossAndCount]) -> Recorded:
         graph = torch.cuda.CUDAGraph()
         # What the run before has left would be there twice.
         torch.cuda.empty_cache()

@@ -80,10 +80,9 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")
         assert stack <= 256, (launch.kernel.__name__, stack)
         code = compiled.asm["ptx"]
-        overlaps = launch.arguments["PDL"]
-        assert ("griddepcontrol" in code) is overlaps and (overlaps is plan.pdl or plan.chains > 1)
+        assert ("griddepcontrol" in code) is plan.pdl
         name = launch.kernel.__name__
-        if name in ("vector_kernel", "ssd_step_kernel", "split_kernel") and overlaps:
+        if name in ("vector_kernel", "ssd_step_kernel", "split_kernel") and plan.pdl:
             early, late = code.split("griddepcontrol.wait")
             # Weights and state are under way before the wait, and nothing else is.
             assert "griddepcontrol.launch_dependents" in early
@@ -92,7 +91,7 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
             assert re.findall(r"ld\.global\S*\.v4", early)
             asks = "prefetch.global.L2" in code
             assert asks is (launch.arguments["ASKED"] > 0) and ("prefetch" in early) is asks
-        elif name == "batch_kernel" and overlaps:
+        elif name == "batch_kernel" and plan.pdl:
             early = code.split("griddepcontrol.wait")[0]
             assert "prefetch.global.L2" in early and "ld.global" not in early
             assert "cp.async" not in early

@@ -137,8 +137,9 @@ if INTERPRETED:
             (32, SPLIT_PLAN._replace(chains=2)),
         ],
     )  # fmt: skip
-    def test_whole_steps_agree_with_the_plain_path(batch, plan):
-        model = decode_checks.model("cpu", weight_tying=plan is None)
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_whole_steps_agree_with_the_plain_path(tied, batch, plan):
+        model = decode_checks.model("cpu", weight_tying=tied)
         prompts = [[3 + i, 5, 8] for i in range(batch)]
         _, state = prefill(model, prompts)
         plain, fused = PlainDecoder(model), Decoder(model, batch, plan=plan)
