@@ -25,7 +25,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 PRODUCTS = ((32, 64), (24, 61), (100, 40), (7, 3), (64, 129))
 KERNELS = (
     "embed_kernel", "vector_kernel", "batch_kernel", "split_kernel", "add_norm_kernel",
-    "best_kernel", "ssd_step_kernel",
+    "largest_kernel", "best_kernel", "ssd_step_kernel",
 )  # fmt: skip
 # heads, state_dim, head_dim
 HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))
@@ -82,6 +82,26 @@ def assert_split(
             relative(room[1:-1], wide) < LIMITS[dtype] and relative(out, want_out) < LIMITS[dtype]
         )
         assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
+
+
+def assert_best(ops: KernelOps, device: str) -> None:
+    """The first of the largest, whatever the width; nothing found among NaNs is called a number."""
+    for width in (7, 2048, 5000):
+        logits = draw(6, width, device=device)
+        logits[0, [1, width - 1]] = 9.0
+        logits[1, width - 1] = 9.0
+        logits[2] = float("-inf")
+        logits[3, width // 2] = float("nan")
+        logits[4, :] = float("nan")
+        ids = torch.full((6,), -1, dtype=torch.int64, device=device)
+        found = torch.zeros(6, 2, dtype=torch.float64, device=device)
+        ops.best(logits, ids, found)
+        largest = [9.0, 9.0, float("-inf"), float("nan"), float("nan"), float(logits[5].max())]
+        assert torch.equal(found[:, 0], ids.double())
+        assert [str(value) for value in found[:, 1].tolist()] == [str(value) for value in largest]
+        ordered = [0, 1, 2, 5]
+        assert ids[ordered].tolist() == [1, width - 1, 0, int(logits[5].argmax())]
+        assert ((ids >= 0) & (ids < width)).all()
 
 
 def assert_ssd_step(

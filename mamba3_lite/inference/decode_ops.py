@@ -25,7 +25,7 @@ LARGEST_STATE = 256
 # Of the GPUs that this is for, 108 to 148.
 _MULTIPROCESSORS = 128
 _LEAST_SPLIT = 32
-_BEST_BLOCK = 8192
+_BEST_BLOCK = 2048
 _LINE_BYTES = 128
 _WARP = 32
 # Of what is read later: more would push out of the cache what is read sooner.
@@ -220,9 +220,15 @@ class KernelOps:
 
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """See :meth:`PlainOps.best`."""
-        batch, width = logits.shape
+        (batch, width), options = logits.shape, self._options(warps=4)
+        blocks = -(-width // _BEST_BLOCK)
+        values = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
+        places = torch.empty(batch, blocks, dtype=torch.int32, device=logits.device)
+        self.kernels.largest_kernel[(batch, blocks)](
+            logits, values, places, M=width, BLOCK=_BEST_BLOCK, **options
+        )
         self.kernels.best_kernel[(batch,)](
-            logits, ids, found, M=width, BLOCK=_BEST_BLOCK, **self._options(warps=16)
+            values, places, ids, found, S=blocks, BLOCK=_power_of_two(blocks), **options
         )
 
     def ssd_step(

@@ -245,33 +245,47 @@ def _sum_parts(at, mask, stride, S: tl.constexpr):
 
 
 @triton.jit
-def best_kernel(
-    logits, ids, found, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def largest_kernel(
+    logits, values, places, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Grid (B,): of logits (B, M) float32 the largest: ids (B,) int64, where, the first of equals.
+    """Grid (B, blocks of M): of each block of logits (B, M) float32 the largest, and where.
+
+    values, places (B, blocks), float32 and int32: the first of equals; NaN if any is.
+    """
+    _announce(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _wait(PDL)
+    value = tl.load(logits + row * M + column, mask=column < M, other=float("-inf"))
+    wrong = tl.sum((value != value).to(tl.int32), 0)
+    largest = tl.max(value, 0)
+    place = tl.min(tl.where(value == largest, column, M - 1), 0)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(values + at, tl.where(wrong > 0, float("nan"), largest))
+    tl.store(places + at, place)
+
+
+@triton.jit
+def best_kernel(
+    values, places, ids, found, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (B,): of the S blocks of ``largest_kernel`` the best: ids (B,) int64, where.
 
     found (B, 2) float64: where and how large, NaN if any is.
     """
     _announce(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    where = tl.zeros((BLOCK,), tl.int32)
-    wrong = tl.zeros((BLOCK,), tl.int32)
+    block = tl.arange(0, BLOCK)
     _wait(PDL)
-    for start in tl.static_range(0, M, BLOCK):
-        column = start + lane
-        value = tl.load(logits + row * M + column, mask=column < M, other=float("-inf"))
-        wrong += (value != value).to(tl.int32)
-        better = value > best
-        best = tl.where(better, value, best)
-        where = tl.where(better, column, where)
-    largest = tl.max(best, 0)
-    place = tl.min(tl.where(best == largest, where, M - 1), 0)
-    largest = tl.where(tl.sum(wrong, 0) > 0, float("nan"), largest)
+    value = tl.load(values + row * S + block, mask=block < S, other=float("-inf"))
+    place = tl.load(places + row * S + block, mask=block < S, other=2147483647)
+    wrong = tl.sum((value != value).to(tl.int32), 0)
+    largest = tl.max(value, 0)
+    # A block without a largest gives its last column: in case of NaN the id is at least one.
+    place = tl.min(tl.where((value == largest) | (wrong > 0), place, 2147483647), 0)
     tl.store(ids + row, place.to(tl.int64))
     tl.store(found + 2 * row, place.to(tl.float64))
-    tl.store(found + 2 * row + 1, largest.to(tl.float64))
+    tl.store(found + 2 * row + 1, tl.where(wrong > 0, float("nan"), largest).to(tl.float64))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from tests import decode_checks
 from tests.decode_checks import (
     HEADS,
     PRODUCTS,
+    assert_best,
     assert_product,
     assert_split,
     assert_ssd_step,
@@ -109,6 +110,10 @@ def test_the_ssd_step_agrees_with_its_twin(state_dtype, sizes):
     ):  # fmt: skip
         for parts in (1, 4):
             assert_ssd_step(KernelOps(plan), batch, sizes, dtype, state_dtype, DEVICE, parts=parts)
+
+
+def test_the_best_id_is_the_first_of_the_largest():
+    assert_best(KernelOps(SMALL_PLAN), DEVICE)
 
 
 @pytest.mark.parametrize("raw_dt", [-20.0, 2.0, 50.0, 1000.0])

@@ -74,7 +74,7 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
     more = 3 if plan.split else 0
-    assert len(found) == 8 + more, "five a layer, embedding, head, best id; norms of their own"
+    assert len(found) == 9 + more, "five a layer, embedding, head, two for the best id; norms"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")

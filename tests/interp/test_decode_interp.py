@@ -23,6 +23,7 @@ from tests import decode_checks
 from tests.decode_checks import (
     HEADS,
     PRODUCTS,
+    assert_best,
     assert_product,
     assert_split,
     assert_ssd_step,
@@ -121,6 +122,9 @@ if INTERPRETED:
             ops = KernelOps(SMALL_PLAN._replace(state=tile))
             assert_ssd_step(ops, batch, sizes, dtype, state_dtype, "cpu")
             assert_ssd_step(ops, batch, sizes, dtype, state_dtype, "cpu", parts=3)
+
+    def test_the_best_id_is_the_first_of_the_largest():
+        assert_best(KernelOps(SMALL_PLAN), "cpu")
 
     @pytest.mark.parametrize("raw_dt", [-20.0, 2.0, 50.0, 1000.0])
     def test_any_step_is_finite_and_right(raw_dt):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.int32: "i32",
 }  # fmt: skip
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((64, 64), (16, 16), (256, 256), (100, 40))
