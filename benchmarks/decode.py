@@ -13,7 +13,6 @@ if only that kind runs (they overlap in a step). --plans times every launch plan
 
 import argparse
 import copy
-import functools
 import subprocess
 import sys
 import time
@@ -176,12 +175,12 @@ def part_us(fast: Decoder) -> dict[str, float]:
     """Microseconds that each kind of kernel takes in a step if only that kind runs."""
     ops = KernelOps(fast.plan)
     found = {}
-    kinds = ("product", "partial_product", "add_norm", "ssd_step", "best")
+    kinds = ("product", "ssd_step", "best")
     for kind in kinds:
         only = copy.copy(ops)
         for other in ("embed", *kinds):
             if other != kind:
-                setattr(only, other, functools.partial(_nothing, ops, other))
+                setattr(only, other, _nothing)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fast._run(only)
@@ -189,13 +188,8 @@ def part_us(fast: Decoder) -> dict[str, float]:
     return found
 
 
-def _nothing(ops: KernelOps, name: str, *operands: Tensor, **how: Any) -> Tensor | None:
-    """In the place of an operation: a result of the right shape, and no kernel."""
-    if name != "partial_product":
-        return None
-    x, weight = operands
-    parts = -(-x.shape[1] // ops._split(x.shape[1], len(weight)))
-    return x.new_empty((parts, len(x), len(weight)), dtype=torch.float32)
+def _nothing(*operands: Tensor, **how: Any) -> None:
+    """In the place of an operation."""
 
 
 def graph_us(fast: Decoder) -> float:

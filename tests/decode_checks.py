@@ -24,8 +24,8 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Inputs and outputs of a product: tiles filled, ragged, and smaller than any tile.
 PRODUCTS = ((32, 64), (24, 61), (100, 40), (7, 3), (64, 129))
 KERNELS = (
-    "embed_kernel", "vector_kernel", "batch_kernel", "split_kernel", "add_norm_kernel",
-    "largest_kernel", "best_kernel", "ssd_step_kernel",
+    "embed_kernel", "vector_kernel", "batch_kernel", "norm_kernel", "largest_kernel", "best_kernel",
+    "ssd_step_kernel",
 )  # fmt: skip
 # heads, state_dim, head_dim
 HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))
@@ -59,31 +59,6 @@ def assert_product(
     assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
 
 
-def assert_split(
-    ops: KernelOps, batch: int, shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
-    """A product in parts, and the residual and the norm that read them, against the twins."""
-    inputs, outputs = shape
-    x = draw(batch, inputs, dtype=dtype, device=device)
-    weight = draw(outputs, inputs, dtype=dtype, device=device)
-    parts = ops.partial_product(x, weight)
-    want = PlainOps().partial_product(x.double(), weight.double())
-    assert parts.dtype == torch.float32 and parts.shape[1:] == want.shape[1:]
-    assert relative(parts.sum(0), want.sum(0)) < LIMITS[dtype]
-    scale = draw(outputs, dtype=dtype, device=device)
-    for given in (None, parts):
-        room = draw(batch + 2, outputs, dtype=dtype, device=device)
-        out, before = draw(batch, outputs, dtype=dtype, device=device), room.clone()
-        wide, want_out = room[1:-1].double(), out.double()
-        double = None if given is None else given.double()
-        PlainOps().add_norm(wide, double, scale.double(), 1e-5, want_out)
-        ops.add_norm(room[1:-1], given, scale, 1e-5, out)
-        assert (
-            relative(room[1:-1], wide) < LIMITS[dtype] and relative(out, want_out) < LIMITS[dtype]
-        )
-        assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
-
-
 def assert_best(ops: KernelOps, device: str) -> None:
     """The first of the largest, whatever the width; nothing found among NaNs is called a number."""
     for width in (7, 2048, 5000):
@@ -106,9 +81,9 @@ def assert_best(ops: KernelOps, device: str) -> None:
 
 def assert_ssd_step(
     ops: KernelOps, batch: int, sizes: tuple[int, int, int], dtype: torch.dtype,
-    state_dtype: torch.dtype, device: str, raw_dt: float = 0.0, slow: float = -1e-3, parts: int = 1,
+    state_dtype: torch.dtype, device: str, raw_dt: float = 0.0, slow: float = -1e-3,
 ) -> None:  # fmt: skip
-    """A few tokens in a row against the twin in float64; the projection in so many parts."""
+    """A few tokens in a row against the twin in float64."""
     heads, width, channels = sizes
     a = torch.stack([torch.linspace(-1, slow, heads), torch.linspace(0.5, 3.14, heads)]).to(device)
     state = draw(batch, heads, 2 * width, channels, dtype=state_dtype, device=device)
@@ -117,9 +92,6 @@ def assert_ssd_step(
     for _ in range(3):
         proj = draw(batch, heads * (channels + 4 * width + 1), dtype=dtype, device=device)
         proj[:, -heads:] += raw_dt
-        if parts > 1:
-            proj = draw(parts - 1, *proj.shape, device=device).unbind() + (proj.float(),)
-            proj = torch.stack(proj)
         ops.ssd_step(proj, a, state, y)
         PlainOps().ssd_step(proj.double(), a.double(), wide, want)
         assert relative(y, want) < 3 * LIMITS[max(dtype, state_dtype, key=LIMITS.__getitem__)]

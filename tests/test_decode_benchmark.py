@@ -15,7 +15,6 @@ from mamba3_lite.inference.decode_plans import (
     remember,
     remembered,
 )
-from mamba3_lite.inference.decode_weights import chains_of, make_buffers
 from mamba3_lite.inference.decoder import PlainDecoder
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 from tests.runs import MODEL
@@ -112,20 +111,3 @@ def test_a_choice_is_kept_and_anything_else_in_the_file_is_ignored(tmp_path, mon
     monkeypatch.setenv("MAMBA3_LITE_CACHE", str(file / "below"))
     remember("a", plans[0])
     assert remembered("a", plans) is None
-
-
-def test_chains_are_views_of_equal_parts():
-    cfg = ModelConfig(**MODEL)
-    whole = make_buffers(cfg, 32, torch.float32, torch.float32, torch.device("cpu"))
-    for batch, count, expected in ((32, 2, 2), (32, 3, 1), (32, 4, 1), (32, 1, 1)):
-        found = chains_of(whole, count)
-        assert len(found) == expected, (batch, count)
-        for i, chain in enumerate(found):
-            size = batch // expected
-            assert len(chain.ids) == size
-            for name, part in chain._asdict().items():
-                dimension = whole._asdict()[name].shape.index(32)
-                assert part.shape[dimension] == size, name
-                part.fill_(i + 1)
-        last = [t.flatten()[-1] for t in whole]
-        assert all(value == expected for value in last)

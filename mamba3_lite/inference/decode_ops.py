@@ -7,9 +7,8 @@ Legend: B batch, K inputs and M outputs of a product, H heads, P channels, N com
 W = H (P + 4 N + 1).
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
+import ctypes
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,10 @@ LARGEST_INPUT = 16_384
 LARGEST_STATE = 256
 # Of the GPUs that this is for, 108 to 148.
 _MULTIPROCESSORS = 128
-_LEAST_SPLIT = 32
 _BEST_BLOCK = 2048
 _LINE_BYTES = 128
-_WARP = 32
-# Of what is read later: more would push out of the cache what is read sooner.
-_MOST_ASKED = 16 * 2**20
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver's interface.
+_SHARED_PERCENT = 9
 
 
 def _power_of_two(n: int) -> int:
@@ -53,7 +50,6 @@ class PlainOps:
         eps: float = 0.0,
         gated: bool = False,
         add: bool = False,
-        ahead: Tensor | None = None,
     ) -> None:
         """out (B, M) <- weight (M, K) times x (B, K).
 
@@ -61,7 +57,6 @@ class PlainOps:
             norm: scales (K,) of an RMSNorm that x goes through first.
             gated: weight is (2 M, K); out is silu of the first half times the second.
             add: onto what ``out`` holds.
-            ahead: what a later operation reads, and may be fetched from memory already.
         """
         if norm is not None:
             x = F.rms_norm(x, x.shape[-1:], norm, eps)
@@ -69,35 +64,20 @@ class PlainOps:
         result = plain_swiglu(result) if gated else result
         out.copy_(out + result if add else result)
 
-    def partial_product(self, x: Tensor, weight: Tensor, *, ahead: Tensor | None = None) -> Tensor:
-        """Parts (S, B, M), of which the sum is weight (M, K) times x (B, K)."""
-        return F.linear(x, weight)[None]
-
-    def add_norm(
-        self, x: Tensor, parts: Tensor | None, norm: Tensor, eps: float, out: Tensor
-    ) -> None:
-        """x (B, K) <- x plus the sum of parts (S, B, K); out (B, K) <- its RMSNorm."""
-        if parts is not None:
-            x += parts.sum(0).to(x.dtype)
-        out.copy_(F.rms_norm(x, x.shape[-1:], norm, eps))
-
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """The largest of logits (B, V): ids (B,) <- where; found (B, 2) float64 <- where, value."""
         largest, where = logits.max(-1)
         ids.copy_(where)
         found.copy_(torch.stack([where.double(), largest.double()], -1))
 
-    def ssd_step(
-        self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor, *, ahead: Tensor | None = None
-    ) -> None:
+    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """One token: state (B, H, 2 N, P) in place and y (B, H P).
 
         Args:
-            proj: the projection (B, W), or parts of it (S, B, W) to be summed.
+            proj: the projection (B, W).
             a: decays (2, H), the real parts above the imaginary ones.
         """
         _, heads, rows, channels = state.shape
-        proj = proj.sum(0) if proj.dim() == 3 else proj
         parts = proj.split([heads * channels, *[heads * rows // 2] * 4, heads], -1)
         x, *pairs = (part.unflatten(-1, (heads, -1)) for part in parts[:5])
         result, new = ssd_rotated.step(
@@ -114,45 +94,24 @@ class KernelOps:
         from mamba3_lite.kernels import decode
 
         self.plan, self.kernels = plan, decode
-        self._pdl = plan.pdl
 
-    @contextlib.contextmanager
-    def where_chains_meet(self) -> Iterator[None]:
-        """Where several streams part or meet, a launch waits for the end of all before it."""
-        self._pdl = self.plan.pdl and self.plan.chains == 1
-        try:
-            yield
-        finally:
-            self._pdl = self.plan.pdl
-
-    def _options(self, stages: int = 1, warps: int = 0) -> dict[str, int]:
-        options = {
-            "num_warps": warps or self.plan.num_warps, "num_stages": stages, "PDL": self._pdl,
-        }  # fmt: skip
-        return options | ({"launch_pdl": True} if self._pdl else {})
-
-    def _asked(self, ahead: Tensor | None, programs: int, like: Tensor) -> tuple[Tensor, int, int]:
-        """(what is asked for, its bytes, the cache lines a program asks for)."""
-        if not self.plan.ahead or ahead is None or ahead.nbytes < _LINE_BYTES:
-            return like, 0, 0
-        size = min(ahead.nbytes, _MOST_ASKED)
-        threads = _WARP * self.plan.num_warps
-        return ahead, size, max(threads, _power_of_two(-(-size // (_LINE_BYTES * programs))))
-
-    def _split(self, inputs: int, outputs: int) -> int:
-        """How many inputs a program takes: fewer where a product has too few programs."""
-        blocks, split = -(-outputs // self.plan.rows), self.plan.split
-        while blocks * -(-inputs // split) < _MULTIPROCESSORS and split > _LEAST_SPLIT:
-            split //= 2
-        return split
+    def _launch(
+        self, kernel: Any, grid: tuple[int, ...], *given: Any, num_warps: int, num_stages: int = 1,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": self.plan.pdl}
+        if self.plan.pdl:
+            options["launch_pdl"] = True
+        prefer_shared_memory(kernel[grid](*given, **constants, **options), self.plan.shared)
 
     def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
         """See :meth:`PlainOps.embed`. It starts a step, so it overlaps with nothing before it."""
         batch, width = x.shape
         block = min(1024, _power_of_two(width))
-        self.kernels.embed_kernel[(batch, -(-width // block))](
+        kernel = self.kernels.embed_kernel[(batch, -(-width // block))](
             ids, weight, x, K=width, BLOCK=block, PDL=self.plan.pdl, num_warps=4
         )
+        prefer_shared_memory(kernel, self.plan.shared)
 
     def product(
         self,
@@ -164,84 +123,84 @@ class KernelOps:
         eps: float = 0.0,
         gated: bool = False,
         add: bool = False,
-        ahead: Tensor | None = None,
     ) -> None:
         """See :meth:`PlainOps.product`."""
         (batch, inputs), outputs = x.shape, out.shape[1]
-        kind = {"K": inputs, "M": outputs, "NORM": norm is not None, "GATED": gated, "ADD": add}
+        slices = 2 if gated else 1
+        kind = {"K": inputs, "M": outputs, "GATED": gated, "ADD": add}
         if batch == 1:
             width = _power_of_two(inputs)
-            rows = max(1, self.plan.weights // width // (2 if gated else 1))
-            programs = -(-outputs // rows)
-            *asked, lines = self._asked(ahead, programs, weight)
-            self.kernels.vector_kernel[(programs,)](
-                x, norm, weight, out, eps, *asked, ROWS=rows, BLOCK_K=width, ASKED=lines,
-                **kind, **self._options(),
+            rows = max(1, self.plan.weights // width // slices)
+            rows = min(rows, _power_of_two(max(1, outputs // _MULTIPROCESSORS)))
+            self._launch(
+                self.kernels.vector_kernel, (-(-outputs // rows),), x, norm, weight, out, eps,
+                ROWS=rows, BLOCK_K=width, NORM=norm is not None, num_warps=self.plan.num_warps,
+                **kind,
             )  # fmt: skip
             return
+        if norm is not None:
+            x = self._normed(x, norm, eps)
         tile = min(self.plan.batch, max(16, _power_of_two(batch)))
-        # Narrow outputs in thin slices: a program a multiprocessor reads more at a time. A gated
-        # product holds two slices.
-        most = max(16, self.plan.rows // (2 if gated else 1))
+        # Narrow outputs in thin slices, so that each multiprocessor reads some; a thin slice takes
+        # more inputs at a time.
+        most = max(16, self.plan.rows // slices)
         rows = min(most, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
+        depth = self.plan.depth * (2 if slices * rows == 16 else 1)
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
-        grid = -(-outputs // rows), -(-batch // tile)
-        *asked, asked_lines = self._asked(ahead, math.prod(grid), weight)
-        self.kernels.batch_kernel[grid](
-            x, norm, weight, out, eps, batch, *asked,
-            BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=self.plan.depth, LINES=_power_of_two(lines),
-            ASKED=asked_lines, **kind, **self._options(self.plan.stages),
+        round_bytes = (tile + slices * rows) * depth * weight.element_size()
+        stages = max(2, min(self.plan.under_way // round_bytes, -(-inputs // depth)))
+        self._launch(
+            self.kernels.batch_kernel, (-(-outputs // rows), -(-batch // tile)), x, weight, out,
+            batch, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth, LINES=_power_of_two(lines),
+            num_warps=self.plan.num_warps, num_stages=stages, **kind,
         )  # fmt: skip
 
-    def partial_product(self, x: Tensor, weight: Tensor, *, ahead: Tensor | None = None) -> Tensor:
-        """See :meth:`PlainOps.partial_product`; float32, in a buffer of its own."""
-        (batch, inputs), outputs = x.shape, len(weight)
-        tile = min(self.plan.batch, max(16, _power_of_two(batch)))
-        split = self._split(inputs, outputs)
-        blocks, splits = -(-outputs // self.plan.rows), -(-inputs // split)
-        out = torch.empty(splits, batch, outputs, dtype=torch.float32, device=x.device)
-        grid = blocks, splits, -(-batch // tile)
-        *asked, lines = self._asked(ahead, math.prod(grid), weight)
-        self.kernels.split_kernel[grid](
-            x, weight, out, batch, *asked, K=inputs, M=outputs, BLOCK_B=tile,
-            BLOCK_M=self.plan.rows, BLOCK_K=split, ASKED=lines, **self._options(),
+    def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        (batch, width), out = x.shape, torch.empty_like(x)
+        self._launch(
+            self.kernels.norm_kernel, (batch,), x, norm, out, eps, K=width,
+            BLOCK=_power_of_two(width), num_warps=self.plan.num_warps,
         )  # fmt: skip
         return out
 
-    def add_norm(
-        self, x: Tensor, parts: Tensor | None, norm: Tensor, eps: float, out: Tensor
-    ) -> None:
-        """See :meth:`PlainOps.add_norm`."""
-        batch, width = x.shape
-        self.kernels.add_norm_kernel[(batch,)](
-            x, parts, norm, out, eps, K=width, S=0 if parts is None else len(parts),
-            BLOCK=_power_of_two(width), **self._options(),
-        )  # fmt: skip
-
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """See :meth:`PlainOps.best`."""
-        (batch, width), options = logits.shape, self._options(warps=4)
+        batch, width = logits.shape
         blocks = -(-width // _BEST_BLOCK)
         values = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
         places = torch.empty(batch, blocks, dtype=torch.int32, device=logits.device)
-        self.kernels.largest_kernel[(batch, blocks)](
-            logits, values, places, M=width, BLOCK=_BEST_BLOCK, **options
-        )
-        self.kernels.best_kernel[(batch,)](
-            values, places, ids, found, S=blocks, BLOCK=_power_of_two(blocks), **options
-        )
+        self._launch(
+            self.kernels.largest_kernel, (batch, blocks), logits, values, places,
+            M=width, BLOCK=_BEST_BLOCK, num_warps=4,
+        )  # fmt: skip
+        self._launch(
+            self.kernels.best_kernel, (batch,), values, places, ids, found,
+            S=blocks, BLOCK=_power_of_two(blocks), num_warps=4,
+        )  # fmt: skip
 
-    def ssd_step(
-        self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor, *, ahead: Tensor | None = None
-    ) -> None:
+    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""
         batch, heads, rows, channels = state.shape
         tile_n = _power_of_two(rows // 2)
         tile_p = min(_power_of_two(channels), max(1, self.plan.state // tile_n))
-        grid = batch * heads, -(-channels // tile_p)
-        *asked, lines = self._asked(ahead, math.prod(grid), state)
-        self.kernels.ssd_step_kernel[grid](
-            proj, a[0], a[1], state, y, *asked, H=heads, N=rows // 2, P=channels,
-            S=len(proj) if proj.dim() == 3 else 1, TILE_N=tile_n, TILE_P=tile_p, ASKED=lines,
-            **self._options(warps=self.plan.state_warps),
+        self._launch(
+            self.kernels.ssd_step_kernel, (batch * heads, -(-channels // tile_p)),
+            proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
+            TILE_N=tile_n, TILE_P=tile_p, num_warps=self.plan.state_warps,
         )  # fmt: skip
+
+
+def prefer_shared_memory(kernel: Any, percent: int) -> None:
+    """What part of a multiprocessor's cache a compiled kernel asks for as shared memory.
+
+    The driver chooses by what a kernel needs; between two kernels that want different parts a
+    multiprocessor has to run empty, so that neither overlaps with the other.
+
+    Args:
+        kernel: what Triton's launch returned; None (interpreted) is left alone.
+        percent: -1 leaves it to the driver.
+    """
+    function = getattr(kernel, "function", None)
+    if function is not None:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda.cuFuncSetAttribute(ctypes.c_void_p(function), _SHARED_PERCENT, ctypes.c_int(percent))

@@ -20,17 +20,15 @@ class Plan(NamedTuple):
     """One way to launch the kernels of a step.
 
     pdl: kernels start while their predecessor runs (compute capability 9.0 and more).
+    num_warps: of a product.
     weights: how many weights a program of a product holds at once, at batch 1.
-    batch, rows, depth, stages: at larger batches the sequences and the most output columns of a
-        program, the slice of the inputs that a round of its loop takes, and the rounds under way.
-    state: how many numbers of a state, of one part, a program of the SSD step holds.
-    split: at larger batches the most inputs of a product that a program takes; 0: it loops over all
-        of them. ``batch`` and ``rows`` are then the program's tile, and ``depth`` and ``stages``
-        count for the products that are not split.
-    state_warps: of the SSD step; 0: as many as the others have.
-    ahead: how many kernels later what a kernel asks into the L2 cache is read; 0: it asks nothing.
-    chains: parts of a larger batch that go through the layers beside each other, each in a stream
-        of its own: memory works for one while another one waits. Products are split then.
+    batch, rows, depth, under_way: at larger batches the sequences and the most output columns of a
+        program, the slice of the inputs that a round of its loop takes, and the bytes of the rounds
+        under way.
+    state, state_warps: how many numbers of a state, of one part, a program of the SSD step holds,
+        and its warps.
+    shared: what part of the cache all kernels ask for as shared memory, in percent; -1: each asks
+        for what it needs.
     """
 
     pdl: bool
@@ -39,46 +37,41 @@ class Plan(NamedTuple):
     batch: int
     rows: int
     depth: int
-    stages: int
+    under_way: int
     state: int
-    split: int = 0
-    state_warps: int = 0
-    ahead: int = 0
-    chains: int = 1
+    state_warps: int
+    shared: int = -1
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
-SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 2, 1024)
+SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 40 * 2**10, 1024, 4)
 _VECTOR = SMALL_PLAN._replace(pdl=True)
+_ALIKE = _VECTOR._replace(shared=100)
 VECTOR_PLANS = (
     _VECTOR,
-    _VECTOR._replace(ahead=2),
-    _VECTOR._replace(ahead=3),
-    _VECTOR._replace(ahead=2, state=512),
-    _VECTOR._replace(weights=8192, ahead=2),
-    _VECTOR._replace(weights=2048, ahead=2),
-    _VECTOR._replace(num_warps=8, weights=8192, ahead=2),
-    # Two warps a program: sums without much of a barrier.
-    _VECTOR._replace(num_warps=2, weights=2048, ahead=2),
-    SMALL_PLAN._replace(ahead=2),
+    _ALIKE,
+    _ALIKE._replace(state=2048),
+    _ALIKE._replace(state=4096, state_warps=8),
+    _ALIKE._replace(weights=8192),
+    _ALIKE._replace(weights=8192, state=2048),
+    # Fewer programs: a GPU starts some 700 in a microsecond.
+    _ALIKE._replace(num_warps=8, weights=16384, state=2048),
+    _ALIKE._replace(num_warps=8, weights=8192, state=2048),
+    _ALIKE._replace(num_warps=16, weights=32768, state=2048),
+    _VECTOR._replace(weights=8192, state=2048),
 )
-_LOOP = Plan(True, 4, 8192, 64, 64, 64, 4, 2048)
-_SPLIT = Plan(True, 4, 8192, 64, 64, 128, 5, 2048, split=256)
+_BATCH = Plan(True, 4, 8192, 64, 64, 128, 160 * 2**10, 4096, 4)
+_ALIKE_BATCH = _BATCH._replace(shared=100)
 BATCH_PLANS = (
-    _SPLIT,
-    _SPLIT._replace(ahead=2),
-    _SPLIT._replace(ahead=1),
-    _SPLIT._replace(state=1024, state_warps=2),
-    _SPLIT._replace(state=1024, ahead=2),
-    _SPLIT._replace(state=4096, state_warps=8),
-    _SPLIT._replace(rows=32, ahead=2),
-    _SPLIT._replace(chains=2),
-    _SPLIT._replace(chains=2, ahead=2),
-    _SPLIT._replace(chains=2, state=1024),
-    _SPLIT._replace(chains=4),
-    _SPLIT._replace(pdl=False),
-    _LOOP,
-    _LOOP._replace(rows=32, pdl=False),
+    _BATCH,
+    _ALIKE_BATCH,
+    _ALIKE_BATCH._replace(state=2048),
+    _ALIKE_BATCH._replace(state=2048, state_warps=2),
+    _ALIKE_BATCH._replace(state=4096, state_warps=8),
+    # Less for a product leaves more to the SSD step beside it.
+    _ALIKE_BATCH._replace(under_way=96 * 2**10),
+    _ALIKE_BATCH._replace(rows=32, under_way=96 * 2**10),
+    _BATCH._replace(pdl=False),
 )
 
 

@@ -53,22 +53,6 @@ class _Test:
         self.ops.product(x, weight, out, **how)
         self.judge(name, out[:, columns], want, x.dtype)
 
-    def split(self, name: str, x: Tensor, weight: Tensor, norm: Tensor, eps: float) -> None:
-        """A product in parts, and the norm of the residual with it added."""
-        self.draw(x)
-        parts = self.ops.partial_product(x, weight)
-        columns = _some(len(weight), x.device)
-        want = PlainOps().partial_product(x.double(), weight[columns].double())
-        self.judge(name, parts.double().sum(0)[:, columns], want.sum(0), x.dtype)
-        if len(weight) == len(norm):
-            residual, out = torch.empty(2, len(x), len(norm), dtype=x.dtype, device=x.device)
-            self.draw(residual)
-            want_x, want_out = residual.double(), out.double()
-            PlainOps().add_norm(want_x, parts.double(), norm.double(), eps, want_out)
-            self.ops.add_norm(residual, parts, norm, eps, out)
-            self.judge(f"{name}: residual", residual, want_x, x.dtype)
-            self.judge(f"{name}: norm", out, want_out, x.dtype)
-
     def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         self.draw(proj, state)
         want_state, want_y = state.double(), y.double()
@@ -96,13 +80,4 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     ops.best(b.logits, b.ids, b.best)
     if not torch.equal(b.ids, where) or not torch.equal(b.best[:, 1], found):
         test.found = test.found or "best: another id"
-    if ops.plan.split:
-        # What else such a plan runs, and the same kernels once more without a norm.
-        test.split("in_proj in parts", b.x, layer.in_proj, layer.norm1, eps)
-        test.split("mixer in parts", b.y, layer.mixer, layer.norm2, eps)
-        test.split("down in parts", b.act, layer.down, layer.norm2, eps)
-        thirds = torch.stack([b.proj / 3] * 3).float()
-        test.ssd_step("SSD step of parts", thirds, layer.a, b.state[0], b.y)
-        test.product("gate_up alone", b.x, layer.gate_up, b.act, gated=True)
-        test.product("head alone", b.x, weights.head, b.logits)
     return test.found

@@ -8,9 +8,6 @@ from torch import Tensor
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
-# A product has tiles of 16 sequences.
-LEAST_OF_A_CHAIN = 16
-
 
 class LayerWeights(NamedTuple):
     """One layer; ``a`` (2, H) float32 is the decay in effect, ``mixer`` is out_proj times mix."""
@@ -39,7 +36,6 @@ class Buffers(NamedTuple):
 
     ids: Tensor
     x: Tensor
-    normed: Tensor
     proj: Tensor
     y: Tensor
     act: Tensor
@@ -92,7 +88,6 @@ def make_buffers(
     return Buffers(
         ids=torch.zeros(batch, dtype=torch.int64, device=device),
         x=empty(cfg.d_model),
-        normed=empty(cfg.d_model),
         proj=empty(heads * (channels + 4 * width + 1)),
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),
@@ -102,19 +97,3 @@ def make_buffers(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),
     )
-
-
-def chains_of(buffers: Buffers, count: int) -> list[Buffers]:
-    """Views of ``count`` equal parts of the batch, or all of it where it is not that large."""
-    batch = len(buffers.ids)
-    if batch % count or batch // count < LEAST_OF_A_CHAIN:
-        return [buffers]
-    size = batch // count
-
-    rest = buffers._asdict()
-    states = rest.pop("state").split(size, 1)
-    parts = zip(*(tensor.split(size) for tensor in rest.values()), strict=True)
-    return [
-        Buffers(**dict(zip(rest, part, strict=True)), state=state)
-        for part, state in zip(parts, states, strict=True)
-    ]

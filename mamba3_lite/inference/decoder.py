@@ -7,7 +7,6 @@ Legend: B batch, V vocabulary, H heads, N complex state width, D channels of a h
 """
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -20,7 +19,7 @@ from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
 from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
 from mamba3_lite.inference.decode_plans import Plan
-from mamba3_lite.inference.decode_weights import Buffers, Weights, chains_of, make_buffers, prepare
+from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer
 
@@ -159,77 +158,20 @@ class Decoder:
         """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
         w, b = self.weights, self.buffers
         ops.embed(b.ids, w.embed, b.x)
-        (self._run_split if ops.plan.split else self._run_layers)(ops)
-        ops.best(b.logits, b.ids, b.best)
-
-    def _run_layers(self, ops: KernelOps) -> None:
-        w, b = self.weights, self.buffers
-        later = self._later(ops, b)
         for layer, state in zip(w.layers, b.state, strict=True):
-            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps, ahead=next(later))
-            ops.ssd_step(b.proj, layer.a, state, b.y, ahead=next(later))
-            ops.product(b.y, layer.mixer, b.x, add=True, ahead=next(later))
-            ops.product(
-                b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True,
-                ahead=next(later),
-            )  # fmt: skip
-            ops.product(b.act, layer.down, b.x, add=True, ahead=next(later))
+            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
+            ops.ssd_step(b.proj, layer.a, state, b.y)
+            ops.product(b.y, layer.mixer, b.x, add=True)
+            ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
+            ops.product(b.act, layer.down, b.x, add=True)
         ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
-
-    def _run_split(self, ops: KernelOps) -> None:
-        """From the embedding on, in chains with products in parts."""
-        w, b = self.weights, self.buffers
-        first, *others = chains_of(b, ops.plan.chains)
-        if self.device.type == "cuda":
-            here = torch.cuda.current_stream()
-            streams = [torch.cuda.Stream() for _ in others]
-            for chain, stream in zip(others, streams, strict=True):
-                stream.wait_stream(here)
-                with torch.cuda.stream(stream):
-                    self._run_chain(ops, chain)
-            self._run_chain(ops, first)
-            for stream in streams:
-                here.wait_stream(stream)
-        else:
-            for chain in (first, *others):
-                self._run_chain(ops, chain)
-        with ops.where_chains_meet():
-            ops.product(b.normed, w.head, b.logits)
-
-    def _run_chain(self, ops: KernelOps, b: Buffers) -> None:
-        """All layers; a norm is a kernel of its own."""
-        w = self.weights
-        following = [layer.norm1 for layer in w.layers[1:]] + [w.norm_f]
-        later = self._later(ops, b)
-        with ops.where_chains_meet():
-            ops.add_norm(b.x, None, w.layers[0].norm1, w.eps, b.normed)
-        for layer, state, norm in zip(w.layers, b.state, following, strict=True):
-            proj = ops.partial_product(b.normed, layer.in_proj, ahead=next(later))
-            ops.ssd_step(proj, layer.a, state, b.y, ahead=next(later))
-            mixed = ops.partial_product(b.y, layer.mixer, ahead=next(later))
-            ops.add_norm(b.x, mixed, layer.norm2, w.eps, b.normed)
-            ops.product(b.normed, layer.gate_up, b.act, gated=True, ahead=next(later))
-            down = ops.partial_product(b.act, layer.down, ahead=next(later))
-            ops.add_norm(b.x, down, norm, w.eps, b.normed)
-
-    def _later(self, ops: KernelOps, b: Buffers) -> Iterator[Tensor | None]:
-        """For one large operation after the other: what the plan has it ask for."""
-        read = [
-            tensor
-            for layer, state in zip(self.weights.layers, b.state, strict=True)
-            for tensor in (layer.in_proj, state, layer.mixer, layer.gate_up, layer.down)
-        ]
-        return itertools.chain([*read, self.weights.head][ops.plan.ahead :], itertools.repeat(None))
+        ops.best(b.logits, b.ids, b.best)
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources
 
-        ops, tried = KernelOps(plan), [self.buffers]
-        if plan.chains > 1:  # a chain has other tiles than the whole batch
-            tried.append(chains_of(self.buffers, plan.chains)[0])
-        problems = (decode_self_test.problem(ops, self.weights, buffers) for buffers in tried)
         try:
-            return next(filter(None, problems), None)
+            return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
         except OutOfResources as problem:
             return str(problem)
 

@@ -1,19 +1,16 @@
-"""One token through the model: five to seven kernels a layer, each reading weights or state once.
+"""One token through the model: five kernels a layer, each reading weights or state once.
 
 Legend: B batch, H heads, P channels of a head, N complex state width, K inputs and M outputs of a
-product, W = H (P + 4 N + 1) columns of the projection (x, Re B, Im B, Re C, Im C, dt), S splits.
+product, W = H (P + 4 N + 1) columns of the projection (x, Re B, Im B, Re C, Im C, dt).
 
 A layer is norm and in_proj, the SSD step, the folded mixer onto the residual, norm with gate, up
-and SwiGLU, and the down product onto the residual. At larger batches the inputs of a product can be
-split: a program then has no loop, many programs share a product, and whoever reads the result sums
-S partial ones (``split_kernel``, ``add_norm_kernel``).
+and SwiGLU, and the down product onto the residual. At larger batches a norm is a kernel of its own.
 
 A step is bound by memory, and at batch 1 by the latency of the chain, so with PDL (programmatic
 dependent launch, compute capability 9.0) a kernel starts while its predecessor runs, and takes in
 what does not depend on it: its weights, or the state. ``griddepcontrol.wait`` then waits for all
 that the predecessor has written. Every kernel waits, so all earlier kernels are finished behind it,
-too. One predecessor may be too short for that, so a kernel can ask what a later one reads
-(``ahead``, ``ahead_bytes``) into the L2 cache: memory is busy while the chain waits.
+too.
 
 Nothing is accumulated in memory: equal inputs give equal bits.
 """
@@ -51,18 +48,6 @@ def _to_l2(addresses):
 
 
 @triton.jit
-def _ask(ahead, ahead_bytes, LINES: tl.constexpr):
-    """Asks this program's share, LINES cache lines, of what is read later into the L2 cache."""
-    if LINES > 0:
-        across = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
-        program = (tl.program_id(0) + tl.num_programs(0) * across).to(tl.int64)
-        first = program * (LINES * 128)
-        if first < ahead_bytes:
-            offset = first + tl.arange(0, LINES) * 128
-            _to_l2(ahead.to(tl.int64) + tl.minimum(offset, ahead_bytes - 128))
-
-
-@triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
@@ -88,12 +73,11 @@ def embed_kernel(ids, weight, x, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(x + row * K + k, values, mask=k < K)
 
 
-@triton.jit(do_not_specialize=["ahead_bytes"])
+@triton.jit
 def vector_kernel(
-    x, norm, weight, out, eps, ahead, ahead_bytes,
+    x, norm, weight, out, eps,
     K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-    ASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M), batch 1: out (M,) = weight (M, K) times x (K,), in float32.
 
@@ -110,7 +94,6 @@ def vector_kernel(
         up = _load_columns(at + M * K, k[None, :], K, BLOCK_K).to(tl.float32)
     if NORM:
         scale = _load_columns(norm + k, k, K, BLOCK_K).to(tl.float32)
-    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     v = _load_columns(x + k, k, K, BLOCK_K).to(tl.float32)
     factor = 1.0
@@ -126,15 +109,14 @@ def vector_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
 
 
-@triton.jit(do_not_specialize=["batch", "ahead_bytes"])
+@triton.jit(do_not_specialize=["batch"])
 def batch_kernel(
-    x, norm, weight, out, eps, batch, ahead, ahead_bytes,
+    x, weight, out, batch,
     K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, LINES: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-    ASKED: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of M, blocks of B): ``vector_kernel`` for x (B, K) and out (B, M).
+    """Grid (blocks of M, blocks of B): ``vector_kernel`` for x (B, K) and out (B, M); no norm.
 
     LINES, a power of two, is at least the number of 128-byte lines of BLOCK_M rows of ``weight``.
     """
@@ -150,33 +132,21 @@ def batch_kernel(
         _to_l2(weight.to(tl.int64) + line)
         if GATED:
             _to_l2(weight.to(tl.int64) + M * K * ELEMENT + line)
-    _ask(ahead, ahead_bytes, ASKED)
     _wait(PDL)
     # Rows beyond the end are read as the last one, and not stored.
     x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
     w_rows = weight + tl.minimum(m, M - 1)[None, :] * K
     acc = tl.zeros((BLOCK_B, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_B, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_B,), tl.float32)
     for k0 in range(0, K, BLOCK_K):
         across = (k0 + k)[None, :]
         down = (k0 + k)[:, None]
         a = _load_columns(x_rows + across, across, K, BLOCK_K)
         w = _load_columns(w_rows + down, down, K, BLOCK_K)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = _load_columns(norm + k0 + k, k0 + k, K, BLOCK_K).to(tl.float32)
-            a = (wide * scale[None, :]).to(a.dtype)
         acc = tl.dot(a, w, acc, input_precision="tf32x3")
         if GATED:
             up = _load_columns(w_rows + M * K + down, down, K, BLOCK_K)
             acc_up = tl.dot(a, up, acc_up, input_precision="tf32x3")
-    if NORM:
-        # The same factor for a whole row: it can come last.
-        factor = tl.rsqrt(squares / K + eps)
-        acc = acc * factor[:, None]
-        acc_up = acc_up * factor[:, None]
     if GATED:
         acc = _silu(acc) * acc_up
     inside = (b < batch)[:, None] & (m < M)[None, :]
@@ -186,62 +156,19 @@ def batch_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "ahead_bytes"])
-def split_kernel(
-    x, weight, out, batch, ahead, ahead_bytes,
-    K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr, ASKED: tl.constexpr,
-):  # fmt: skip
-    """Grid (blocks of M, splits of K, blocks of B): out (S, B, M) float32, its sum over S x W^T.
-
-    x (B, K), weight (M, K).
-    """
-    _announce(PDL)
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
-    # Rows beyond the end are read as the last one, and not stored.
-    w_rows = weight + tl.minimum(m, M - 1)[:, None] * K
-    w = _load_columns(w_rows + k[None, :], k[None, :], K, BLOCK_K)
-    _ask(ahead, ahead_bytes, ASKED)
-    _wait(PDL)
-    x_rows = x + tl.minimum(b, batch - 1)[:, None] * K
-    a = _load_columns(x_rows + k[None, :], k[None, :], K, BLOCK_K)
-    acc = tl.dot(a, tl.trans(w), input_precision="tf32x3")
-    inside = (b < batch)[:, None] & (m < M)[None, :]
-    tl.store(out + (split * batch + b)[:, None] * M + m[None, :], acc, mask=inside)
-
-
 @triton.jit
-def add_norm_kernel(
-    x, parts, norm, out, eps,
-    K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def norm_kernel(
+    x, norm, out, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Grid (B,): x (B, K) += the sum of parts (S, B, K) float32; out = RMSNorm(x) with ``norm``."""
+    """Grid (B,): out (B, K) = RMSNorm(x (B, K)) with the scales ``norm`` (K,)."""
     _announce(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     scale = _load_columns(norm + k, k, K, BLOCK).to(tl.float32)
     _wait(PDL)
     v = _load_columns(x + row * K + k, k, K, BLOCK).to(tl.float32)
-    for i in tl.static_range(S):
-        v += _load_columns(parts + (i * tl.num_programs(0) + row) * K + k, k, K, BLOCK)
-    # As those who read the residual next will see it.
-    rounded = v.to(x.dtype.element_ty)
-    v = rounded.to(tl.float32)
-    if S > 0:
-        tl.store(x + row * K + k, rounded, mask=k < K)
     v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * scale
     tl.store(out + row * K + k, v.to(out.dtype.element_ty), mask=k < K)
-
-
-@triton.jit
-def _sum_parts(at, mask, stride, S: tl.constexpr):
-    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, S):
-        total += tl.load(at + i * stride, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @triton.jit
@@ -315,17 +242,17 @@ def _expm1_near_zero(x):
     return total * x
 
 
-@triton.jit(do_not_specialize=["ahead_bytes"])
+@triton.jit
 def ssd_step_kernel(
-    proj, a_re, a_im, state, y, ahead, ahead_bytes,
-    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr, ASKED: tl.constexpr,
+    proj, a_re, a_im, state, y,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B H, tiles of P): h <- e^{A s} h + B x^T in place, y (B, H P) = Re(C h).
 
-    proj (S, B, W) is the projection in S parts; state (B, H, 2 N, P): real rows above imaginary
-    ones; computed in float32 whatever its dtype. The factor is split as in
-    ``ssd_complex.split_factor``: near 1 only what differs from 1 is rounded.
+    proj (B, W) is the projection; state (B, H, 2 N, P): real rows above imaginary ones; computed in
+    float32 whatever its dtype. The factor is split as in ``ssd_complex.split_factor``: near 1 only
+    what differs from 1 is rounded.
     """
     _announce(PDL)
     program = tl.program_id(0).to(tl.int64)
@@ -338,22 +265,19 @@ def ssd_step_kernel(
     first: tl.constexpr = "evict_first"
     h_re = tl.load(at, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
     h_im = tl.load(at + N * P, mask=inside, other=0.0, eviction_policy=first).to(tl.float32)
-    alpha = tl.load(a_re + head)
-    turns = tl.load(a_im + head).to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64)
-    _ask(ahead, ahead_bytes, ASKED)
+    alpha, omega = tl.load(a_re + head), tl.load(a_im + head)
     _wait(PDL)
     width = H * (P + 4 * N + 1)
     row = proj + (program // H) * width
-    stride = (tl.num_programs(0) // H).to(tl.int64) * width
-    x = _sum_parts(row + head * P + p, p < P, stride, S)
+    x = tl.load(row + head * P + p, mask=p < P, other=0.0).to(tl.float32)
     pairs = row + H * P + head * N + n
-    b_re = _sum_parts(pairs, n < N, stride, S)
-    b_im = _sum_parts(pairs + H * N, n < N, stride, S)
-    c_re = _sum_parts(pairs + 2 * H * N, n < N, stride, S)
-    c_im = _sum_parts(pairs + 3 * H * N, n < N, stride, S)
-    s = _softplus(_sum_parts(row + H * (P + 4 * N) + head, True, stride, S))
+    b_re = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
+    b_im = tl.load(pairs + H * N, mask=n < N, other=0.0).to(tl.float32)
+    c_re = tl.load(pairs + 2 * H * N, mask=n < N, other=0.0).to(tl.float32)
+    c_im = tl.load(pairs + 3 * H * N, mask=n < N, other=0.0).to(tl.float32)
+    s = _softplus(tl.load(row + H * (P + 4 * N) + head).to(tl.float32))
 
-    turn = turns * s.to(tl.float64)
+    turn = omega.to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64) * s.to(tl.float64)
     angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
     size = tl.exp(alpha * s)
     whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
