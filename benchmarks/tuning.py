@@ -3,7 +3,8 @@
     python benchmarks/tuning.py --page docs/guides/tuning.md
 
 What stands between the markers of the page is written anew; nothing else is touched. Which rows
-there have to be, and how they are made, is for tuning_plan.py and tuning_curves.py.
+there have to be, and how they are made, is for tuning_plan.py and tuning_curves.py; comparisons are
+made by `mamba3-lite ab`, with the commands that the page has.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plots
 import rows
 from training_step import Variant
-from tuning_plan import STEPS, TABLES, Entry, Prediction
+from tuning_plan import ROTATED, STEPS, TABLES, Entry, Prediction
 
-from mamba3_lite.measure.stats import standard_error
+from mamba3_lite.measure import ab, ab_page
+from mamba3_lite.measure.ab_arms import Protocol
+from mamba3_lite.measure.stats import Estimate, standard_error
 from mamba3_lite.models.transformer import ModelConfig
 
 CURVES = STEPS.with_name("tuning_curves.jsonl")
 PICTURE = "tuning_curves.png"
 NOT_YET = "Not measured yet."
 EXPECTED = ("the seed guide expects", "measured", "held")
+SAME_LOSS = "the loss of 128 is that of 64 within noise"
 LAYERS = ModelConfig().n_layers
 TAIL_OPT_STEPS = 200  # of a curve, for its loss
 # Commits whose rows the code of today would not repeat, and why.
@@ -261,8 +265,7 @@ def curve_verdicts(name: str, runs: dict[str, Row], last: int) -> list[list[str]
         seeds, _ = difference(runs["seed 1"], runs["base"], last)
         same = abs(mean) <= max(2 * error, abs(seeds))
         measured = f"{mean:+.3f} ± {error:.3f} nat; two seeds differ by {abs(seeds):.3f}"
-        says = "the loss of 128 is that of 64 within noise"
-        return [[says, measured, "yes" if same else "no"]]
+        return [[SAME_LOSS, measured, "yes" if same else "no"]]
     return []
 
 
@@ -295,6 +298,66 @@ def curve_block(name: str, found: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
+# Tables of comparisons by `mamba3-lite ab` --------------------------------------------------------
+
+# Of chunk_size 64 against 128: the speed at the production shape, and the loss of a small model.
+AB_TABLES = {
+    "ab_speed": STEPS.with_name("ab_chunk_size_h200.jsonl"),
+    "ab_loss": STEPS.with_name("ab_chunk_size_16m_h200.jsonl"),
+}
+LOSS_HELD = {"passed": "yes", "undecided": "not shown", "failed": "no"}
+
+
+def interval_verdict(prediction: Prediction, found: Estimate) -> list[str]:
+    """What was measured with its interval, and whether all of that is as predicted."""
+    style, unit = "+.1f", " %"
+    if prediction.memory:
+        style, unit = "+.2f", " GiB a layer"
+        found = Estimate(*(end / LAYERS for end in (found.mean, found.low, found.high)))
+    if found.high < prediction.low:
+        held = "no, less"
+    elif found.low > prediction.high:
+        held = "no, more"
+    else:
+        inside = prediction.low <= found.low and found.high <= prediction.high
+        held = "yes" if inside else "not shown"
+    shown = f"{found.mean:{style}}{unit} [{found.low:{style}}, {found.high:{style}}]"
+    return [prediction.says, shown, held]
+
+
+def ab_block(found: Sequence[Row]) -> str:
+    """The table of a comparison as `ab` shows it, its verdict, and the predictions it decides.
+
+    With timed micro-steps only these are the ones on speed and memory, else the one on the loss.
+    """
+    if not found:
+        return NOT_YET
+    experiment, runs = found[0], [row for row in found if row["kind"] == "run"]
+    protocol = Protocol(**experiment["protocol"])
+    comparisons, sentences = ab.conclude(experiment, runs, protocol)
+    head, lines = ab_page.table(experiment, runs, comparisons)
+    (one,) = comparisons
+    if protocol.throughput:
+        estimates = {False: one.speed_percent, True: one.peak_mem_gib}
+        decided = [
+            interval_verdict(prediction, estimates[prediction.memory])
+            for prediction in TABLES["chunk_size"].predictions
+            if prediction.variant == f"{ROTATED}:chunk=128"
+        ]
+    else:
+        loss = one.loss_nat
+        shown = f"{loss.mean:+.4f} nat [{loss.low:+.4f}, {loss.high:+.4f}]"
+        decided = [[SAME_LOSS, shown, LOSS_HELD[one.loss_check]]]
+    return "\n\n".join([
+        markdown(head, lines),
+        f"{machine_words([experiment])}, code {experiment['environment']['code']}; "
+        f"{one.repeats} repeats of {protocol.opt_steps:,} optimizer steps, of which the first "
+        f"{protocol.drop_opt_steps:,} do not count for speed; intervals at 95 %.",
+        *(f"Verdict: {sentence}." for sentence in sentences),
+        markdown(EXPECTED, decided),
+    ])  # fmt: skip
+
+
 # The page -----------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n)(?:(?!<!-- ).)*(<!-- end of rows -->)", re.DOTALL)
@@ -304,7 +367,12 @@ def recorded(path: Path) -> list[Row]:
     return rows.read(path) if path.is_file() else []
 
 
-def render(page: str, steps: Sequence[Row], curves: Sequence[Row]) -> str:
+def render(
+    page: str,
+    steps: Sequence[Row],
+    curves: Sequence[Row],
+    comparisons: Mapping[str, Sequence[Row]],
+) -> str:
     """The page with every table between its markers written anew from the rows."""
 
     def block(found: re.Match[str]) -> str:
@@ -313,7 +381,10 @@ def render(page: str, steps: Sequence[Row], curves: Sequence[Row]) -> str:
             return f"{found[1]}\n{step_block(name, steps)}\n\n{found[3]}"
         if name in CURVE_TABLES:
             return f"{found[1]}\n{curve_block(name, curves)}\n\n{found[3]}"
-        sys.exit(f"no table is called {name!r}; known: {', '.join([*TABLES, *CURVE_TABLES])}")
+        if name in AB_TABLES:
+            return f"{found[1]}\n{ab_block(comparisons[name])}\n\n{found[3]}"
+        known = ", ".join([*TABLES, *CURVE_TABLES, *AB_TABLES])
+        sys.exit(f"no table is called {name!r}; known: {known}")
 
     return BLOCK.sub(block, page)
 
@@ -324,7 +395,8 @@ def main() -> None:
     args = ap.parse_args()
     curves = recorded(CURVES)
     page = args.page.read_text(encoding="utf-8")
-    args.page.write_text(render(page, recorded(STEPS), curves), encoding="utf-8")
+    comparisons = {name: recorded(path) for name, path in AB_TABLES.items()}
+    args.page.write_text(render(page, recorded(STEPS), curves, comparisons), encoding="utf-8")
     if curves:
         plots.draw(CURVES, args.page.with_name(PICTURE))
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -367,6 +368,31 @@ def test_the_guide_states_options_and_defaults() -> None:
         for key in ab.THROUGHPUT_KNOBS
         if " x " not in key and not key.startswith("environment.")
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["ab_chunk_size_h200", "ab_chunk_size_16m_h200", "ab_chunk_size_cpu"]
+)
+def test_the_guide_and_a_recorded_page_say_what_the_rows_say(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    guides = ROOT / "docs" / "guides"
+    shutil.copy(recorded, tmp_path / ab.RESULTS)
+    experiment = read_metrics(recorded)[0]
+    results = ab.Results(tmp_path / ab.RESULTS, experiment)
+    assert ab.show(results, Protocol(**experiment["protocol"]), ab.Console(width=100)) == 0
+    assert (tmp_path / ab.RESULTS).read_text() == recorded.read_text()
+
+    def words(page: Path) -> str:
+        return re.sub(r"<svg.*?</svg>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+    assert words(guides / f"{name}.html") == words(tmp_path / ab.PAGE)
+    printed = capsys.readouterr().out.splitlines()
+    guide = (guides / "ab.md").read_text(encoding="utf-8")
+    behind_link = guide.partition(f"({name}.html)")[2]
+    shown = behind_link.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(shown) >= 5 and [line for line in printed if line in shown] == shown
 
 
 def test_warnings() -> None:

@@ -577,20 +577,64 @@ def test_parity_limits() -> None:
                 assert parity.LIMITS[dtype][name] == float(limit), name
 
 
-def test_training_steps_are_recorded_ones() -> None:
+def training_steps() -> list[dict[str, Any]]:
     lines = read("benchmarks/results/training_step.jsonl").splitlines()
-    recorded = [row for row in map(json.loads, lines) if row["benchmark"] == "training_step"]
+    return [row for row in map(json.loads, lines) if row["benchmark"] == "training_step"]
+
+
+def figures_of_a_step(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """ms, tok/s, peak GiB and commit as the tables have them."""
+    times = "{median_ms:,.0f} ({min_ms:,.0f} to {max_ms:,.0f})".format(**row)
+    commit = row["environment"]["git"]["commit"][:7]
+    return times, f"{row['tokens_per_sec']:,}", f"{row['peak_mem_gib']:.1f}", commit
+
+
+def test_training_steps_are_recorded_ones() -> None:
+    recorded = [
+        (row["dispatch"], row["compile"], *figures_of_a_step(row)) for row in training_steps()
+    ]
     rows = table("docs/guides/performance.md", "dispatch", "compile", "checkpointing")
     assert rows
-    for dispatch, _, _, times, rate, _, memory, commit in rows:
-        assert any(
-            row["dispatch"] == dispatch
-            and times == "{median_ms:,.0f} ({min_ms:,.0f} to {max_ms:,.0f})".format(**row)
-            and rate == f"{row['tokens_per_sec']:,}"
-            and memory == f"{row['peak_mem_gib']:.1f}"
-            and row["environment"]["git"]["commit"].startswith(commit)
-            for row in recorded
-        ), (dispatch, times)
+    for dispatch, mode, _, times, rate, _, memory, commit in rows:
+        assert (dispatch, mode, times, rate, memory, commit) in recorded, (dispatch, times)
+
+
+def test_steps_by_length_are_recorded_ones() -> None:
+    fused = [
+        row
+        for row in training_steps()
+        if (row["dispatch"], row["grad_checkpoint"]) == ("fused", False)
+        and row.get("accumulation", 1) == 1
+        and row["micro_batch"] * row["seq_len"] == 32_768
+    ]
+    recorded = {
+        (f"{row['micro_batch']} × {row['seq_len']:,}", row["compile"], *figures_of_a_step(row)): row
+        for row in fused
+    }
+    rows = table("docs/guides/performance.md", "batch × T", "compile", "ms a step")
+    assert {row[0] for row in rows} == {"16 × 2,048", "4 × 8,192", "1 × 32,768"}
+    short, long, _, _, middle, _ = (recorded[tuple(row)]["tokens_per_sec"] for row in rows)
+    whole_runs = map(json.loads, read("benchmarks/results/many_gpus.jsonl").splitlines())
+    beside = {
+        row["tokens_per_sec"]
+        for row in whole_runs
+        if (row["mode"], row["environment"]["git"]["commit"][:7]) == ("alone", "30ff437")
+    }
+    (beside,) = beside
+    others = [
+        row["tokens_per_sec"]
+        for row in fused
+        if (row["micro_batch"], row["compile"]) == (16, "default")
+    ]
+    text = " ".join(read("docs/guides/performance.md").split())
+    assert f"1 × 32,768 was {1 - long / short:.1%} behind".replace("%", " %") in text
+    slowest, fastest = min(others), max(others)
+    for said in (
+        f"{middle / slowest - 1:.1%} ahead of the slowest of those ({slowest:,} tok/s)",
+        f"{1 - middle / fastest:.1%} behind the fastest ({fastest:,})",
+        f"{beside:,} tok/s", f"4 × 8,192 is {1 - middle / beside:.1%} behind that",
+    ):  # fmt: skip
+        assert said.replace("%", " %") in text, said
 
 
 def test_state_dict_keys() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from mamba3_lite.errors import UserError
 from mamba3_lite.measure import bench_cases, budget
+from mamba3_lite.measure.stats import Estimate
 from mamba3_lite.training.config import TrainingConfig
 from tests import runs
 
@@ -38,14 +39,17 @@ DOCUMENTS += [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "REA
 
 
 def rendered(page: str) -> str:
-    return tuning.render(page, tuning.recorded(tuning.STEPS), tuning.recorded(tuning.CURVES))
+    comparisons = {name: tuning.recorded(path) for name, path in tuning.AB_TABLES.items()}
+    return tuning.render(
+        page, tuning.recorded(tuning.STEPS), tuning.recorded(tuning.CURVES), comparisons
+    )
 
 
 def test_every_table_is_that_of_the_rows() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert rendered(page) == page
     blocks = [found[2] for found in tuning.BLOCK.finditer(page)]
-    assert sorted(blocks) == sorted([*tuning.TABLES, *tuning.CURVE_TABLES])
+    assert sorted(blocks) == sorted([*tuning.TABLES, *tuning.CURVE_TABLES, *tuning.AB_TABLES])
     assert page.count("<!-- rows: ") == page.count("<!-- end of rows -->") == len(blocks)
 
 
@@ -65,19 +69,22 @@ def test_a_changed_figure_is_found() -> None:
 
 
 def test_a_changed_row_is_found() -> None:
-    page, steps = PAGE.read_text(encoding="utf-8"), tuning.recorded(tuning.STEPS)
-    shown = tuning.chosen(tuning_plan.SECONDS, steps)
-    timed = {text: row for text, row in shown.items() if tuning.timed(row)}
-    assert len(timed) > 30
-    for text, row in timed.items():
-        changed = {**row, "tokens_per_sec": row["tokens_per_sec"] + 1}
-        others = [changed if one is row else one for one in steps]
-        assert tuning.render(page, others, []) != page, text
+    steps, changes = tuning.recorded(tuning.STEPS), 0
+    for name, table in tuning.TABLES.items():
+        shown = tuning.chosen([entry.variant for entry in table.entries], steps)
+        for text, row in shown.items():
+            if tuning.timed(row):
+                changed = {**row, "tokens_per_sec": row["tokens_per_sec"] + 1}
+                others = [changed if one is row else one for one in steps]
+                found = tuning.step_block(name, others)
+                assert found != tuning.step_block(name, steps), (name, text)
+                changes += 1
+    assert changes > 30
 
 
 def test_a_table_of_an_unknown_name_ends_the_program() -> None:
     with pytest.raises(SystemExit, match="no table is called 'speed'; known: dispatch, "):
-        tuning.render("<!-- rows: speed -->\n<!-- end of rows -->", [], [])
+        tuning.render("<!-- rows: speed -->\n<!-- end of rows -->", [], [], {})
 
 
 def test_no_measured_figure_stands_outside_a_table() -> None:
@@ -197,6 +204,52 @@ def test_what_did_not_fit_and_what_was_compiled_before_are_marked() -> None:
     assert "`pytorch`: false is 25 to 30 % faster" not in lines
     assert "One NVIDIA H200, torch 2.11.0, triton 3.6.0; medians" in block
     assert tuning.step_block("launch", found) == tuning.NOT_YET
+
+
+# Comparisons --------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_comparisons_are_those_of_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for path in tuning.AB_TABLES.values():
+        for experiment in tuning.recorded(path)[:1]:
+            command, _, _ = experiment["command"].partition(" --out ")
+            assert f"{command}\n" in page
+
+
+def test_a_comparison_of_timed_micro_steps_decides_speed_and_memory() -> None:
+    block = tuning.ab_block(tuning.recorded(tuning.AB_TABLES["ab_speed"]))
+    lines = lines_of(block)
+    assert lines["`rotated`, 128: +5 to +10 %"] == ["+3.1 % [+2.1, +4.1]", "no, less"]
+    (memory,) = [line for says, line in lines.items() if "L of 128" in says]
+    assert memory[1] == "no, less" and tuning.SAME_LOSS not in lines
+    assert "Verdict: B is 3.1 % faster [2.1, 4.1]; " in block
+
+
+def test_a_comparison_of_whole_runs_decides_the_loss() -> None:
+    found = tuning.recorded(tuning.STEPS.with_name("ab_chunk_size_cpu.jsonl"))
+    found[0]["environment"]["gpus"] = [{"name": "NVIDIA H200"}]
+    expected = {"undecided": "not shown", "passed": "yes", "failed": "no"}
+    for check, shift in (("undecided", 0.0), ("passed", 0.0128), ("failed", 3.0)):
+        runs = [
+            {**row, "loss": row["loss"] + shift} if row.get("arm") == "B" and "loss" in row else row
+            for row in found
+        ]
+        lines = lines_of(tuning.ab_block(runs))
+        assert lines[tuning.SAME_LOSS][-1] == expected[check]
+        assert "`rotated`, 128: +5 to +10 %" not in lines
+    assert tuning.ab_block([]) == tuning.NOT_YET
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "held"),
+    [(1, 4, "no, less"), (4, 6, "not shown"), (6, 9, "yes"), (9, 12, "not shown"),
+     (11, 12, "no, more")],
+)  # fmt: skip
+def test_the_whole_interval_has_to_be_as_predicted(low: float, high: float, held: str) -> None:
+    prediction = tuning_plan.Prediction("128 is faster", "b", "a", 5, 10)
+    found = Estimate((low + high) / 2, low, high)
+    assert tuning.interval_verdict(prediction, found)[-1] == held
 
 
 # Curves -------------------------------------------------------------------------------------------

@@ -46,32 +46,17 @@ class Plan(NamedTuple):
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 40 * 2**10, 1024, 4)
 _VECTOR = SMALL_PLAN._replace(pdl=True)
-_ALIKE = _VECTOR._replace(shared=100)
 VECTOR_PLANS = (
     _VECTOR,
-    _ALIKE,
-    _ALIKE._replace(state=2048),
-    _ALIKE._replace(state=4096, state_warps=8),
-    _ALIKE._replace(weights=8192),
-    _ALIKE._replace(weights=8192, state=2048),
-    # Fewer programs: a GPU starts some 700 in a microsecond.
-    _ALIKE._replace(num_warps=8, weights=16384, state=2048),
-    _ALIKE._replace(num_warps=8, weights=8192, state=2048),
-    _ALIKE._replace(num_warps=16, weights=32768, state=2048),
     _VECTOR._replace(weights=8192, state=2048),
 )
-_BATCH = Plan(True, 4, 8192, 64, 64, 128, 160 * 2**10, 4096, 4)
-_ALIKE_BATCH = _BATCH._replace(shared=100)
+_BATCH = Plan(True, 4, 8192, 64, 64, 128, 160 * 2**10, 4096, 4, shared=100)
 BATCH_PLANS = (
     _BATCH,
-    _ALIKE_BATCH,
-    _ALIKE_BATCH._replace(state=2048),
-    _ALIKE_BATCH._replace(state=2048, state_warps=2),
-    _ALIKE_BATCH._replace(state=4096, state_warps=8),
-    # Less for a product leaves more to the SSD step beside it.
-    _ALIKE_BATCH._replace(under_way=96 * 2**10),
-    _ALIKE_BATCH._replace(rows=32, under_way=96 * 2**10),
-    _BATCH._replace(pdl=False),
+    _BATCH._replace(state=2048),
+    _BATCH._replace(depth=64),
+    _BATCH._replace(shared=-1),
+    _BATCH._replace(shared=-1, pdl=False),
 )
 
 
