@@ -127,11 +127,12 @@ class KernelOps:
         """See :meth:`PlainOps.product`."""
         (batch, inputs), outputs = x.shape, out.shape[1]
         slices = 2 if gated else 1
+        # With more rows than this some multiprocessors would have no program.
+        thin = _power_of_two(max(1, outputs // _MULTIPROCESSORS))
         kind = {"K": inputs, "M": outputs, "GATED": gated, "ADD": add}
         if batch == 1:
             width = _power_of_two(inputs)
-            rows = max(1, self.plan.weights // width // slices)
-            rows = min(rows, _power_of_two(max(1, outputs // _MULTIPROCESSORS)))
+            rows = min(thin, max(1, self.plan.weights // width // slices))
             self._launch(
                 self.kernels.vector_kernel, (-(-outputs // rows),), x, norm, weight, out, eps,
                 ROWS=rows, BLOCK_K=width, NORM=norm is not None, num_warps=self.plan.num_warps,
@@ -141,10 +142,8 @@ class KernelOps:
         if norm is not None:
             x = self._normed(x, norm, eps)
         tile = min(self.plan.batch, max(16, _power_of_two(batch)))
-        # Narrow outputs in thin slices, so that each multiprocessor reads some; a thin slice takes
-        # more inputs at a time.
-        most = max(16, self.plan.rows // slices)
-        rows = min(most, max(16, _power_of_two(outputs // _MULTIPROCESSORS)))
+        rows = max(16, min(thin, self.plan.rows // slices))
+        # The thinnest slice takes more inputs at a time.
         depth = self.plan.depth * (2 if slices * rows == 16 else 1)
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
         round_bytes = (tile + slices * rows) * depth * weight.element_size()

@@ -208,7 +208,7 @@ def best_kernel(
     place = tl.load(places + row * S + block, mask=block < S, other=2147483647)
     wrong = tl.sum((value != value).to(tl.int32), 0)
     largest = tl.max(value, 0)
-    # A block without a largest gives its last column: in case of NaN the id is at least one.
+    # Among NaN nothing is the largest: the id is then some column, and ``found`` says NaN.
     place = tl.min(tl.where((value == largest) | (wrong > 0), place, 2147483647), 0)
     tl.store(ids + row, place.to(tl.int64))
     tl.store(found + 2 * row, place.to(tl.float64))
