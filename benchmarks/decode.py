@@ -28,8 +28,8 @@ import rows
 
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decoder
-from mamba3_lite.inference.decode_ops import KernelOps
 from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.inference.decode_staged import ops_for
 from mamba3_lite.inference.decoder import Decoder, PlainDecoder, StepDecoder
 from mamba3_lite.inference.generate import choose_dispatch, load_model, prefill, stream
 from mamba3_lite.models.arithmetic import matmul_parameters, parameter_count
@@ -173,7 +173,7 @@ def plan_us(model: Mamba3Transformer, batch: int) -> dict[str, float | str]:
 
 def part_us(fast: Decoder) -> dict[str, float]:
     """Microseconds that each kind of kernel takes in a step if only that kind runs."""
-    ops = KernelOps(fast.plan)
+    ops = ops_for(fast.plan)
     found = {}
     kinds = ("product", "ssd_step", "best")
     for kind in kinds:

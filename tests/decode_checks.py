@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import KernelOps, PlainOps
+from mamba3_lite.inference.decode_ops import KernelOps, Norm, PlainOps, power_of_two
+from mamba3_lite.inference.decode_staged import tiles
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 
@@ -27,6 +28,7 @@ KERNELS = (
     "embed_kernel", "vector_kernel", "batch_kernel", "norm_kernel", "largest_kernel", "best_kernel",
     "ssd_step_kernel",
 )  # fmt: skip
+STAGED_KERNELS = ("staged_vector_kernel", "staged_batch_kernel", "staged_ssd_step_kernel")
 # heads, state_dim, head_dim
 HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))
 
@@ -39,6 +41,16 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
     return torch.randn(*shape).to(device, dtype)
 
 
+def norm_of(x: Tensor) -> Norm:
+    """Some norm of x, with what a writer of x leaves for it, in three parts."""
+    scale = draw(x.shape[1], dtype=x.dtype, device=str(x.device))
+    parts = max(16, power_of_two(-(-x.shape[1] // 16)))
+    squares = torch.zeros(len(x), parts, device=x.device)
+    for i, piece in enumerate(x.float().square().chunk(3, 1)):
+        squares[:, 5 * i] = piece.sum(1)
+    return Norm(scale, 1e-5, (x.float() * scale.float()).to(x.dtype), squares)
+
+
 def assert_product(
     ops: KernelOps, batch: int, shape: tuple[int, int], dtype: torch.dtype, device: str, **how: Any
 ) -> None:
@@ -47,16 +59,19 @@ def assert_product(
     x = draw(batch, inputs, dtype=dtype, device=device)
     weight = draw(outputs * (1 + how.get("gated", False)), inputs, dtype=dtype, device=device)
     if how.pop("normed", False):
-        how |= {"norm": draw(inputs, dtype=dtype, device=device), "eps": 1e-5}
+        how |= {"norm": norm_of(x)}
     room = draw(batch + 2, outputs, dtype=dtype, device=device)
     out, before = room[1:-1], room.clone()
     want = out.double()
-    wide = how | ({"norm": how["norm"].double()} if "norm" in how else {})
-    PlainOps().product(x.double(), weight.double(), want, **wide)
-    ops.product(x, weight, out, **how)
+    PlainOps().product(x.double(), weight.double(), want, **how)
+    following = norm_of(draw(batch, outputs, dtype=dtype, device=device)) if "add" in how else None
+    ops.product(x, weight, out, following=following, **how)
     # A product of two products is off by both.
     assert relative(out, want) < LIMITS[dtype] * (2 if how.get("gated") else 1)
     assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
+    if following and ops.plan.staged and batch > 1 and tiles(inputs, outputs, False):
+        assert relative(following.scaled, out.float() * following.scale.float()) < 4e-3
+        assert relative(following.squares.sum(1), out.float().square().sum(1)) < 1e-5
 
 
 def assert_best(ops: KernelOps, device: str) -> None:
@@ -115,10 +130,12 @@ def model(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Ma
 
 
 @contextlib.contextmanager
-def planted(folder: Path, old: str, new: str) -> Iterator[ModuleType]:
+def planted(
+    folder: Path, old: str, new: str, names: tuple[str, ...] = KERNELS
+) -> Iterator[ModuleType]:
     """The kernels with one piece of their source replaced, in the place of the right ones."""
-    from mamba3_lite.kernels import decode
-
+    name = "decode" if names is KERNELS else "decode_staged"
+    decode = importlib.import_module(f"mamba3_lite.kernels.{name}")
     assert decode.__file__ is not None
     source = Path(decode.__file__).read_text(encoding="utf-8")
     assert old in source, f"the kernels do not say {old!r} any more"
@@ -129,6 +146,6 @@ def planted(folder: Path, old: str, new: str) -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
-        for name in KERNELS:
+        for name in names:
             patch.setattr(decode, name, getattr(module, name))
         yield module

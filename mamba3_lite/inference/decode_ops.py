@@ -8,7 +8,7 @@ W = H (P + 4 N + 1).
 """
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,35 @@ _LINE_BYTES = 128
 _SHARED_PERCENT = 9
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The first from ``n`` >= 1 on."""
     return 1 << (n - 1).bit_length()
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of the residual stream x (B, K).
+
+    scale: (K,). scaled (B, K) and squares (B, parts) float32: who writes x may leave here what the
+    norm needs, x times ``scale`` and parts of the sums of x squared, for who reads it.
+    """
+
+    scale: Tensor
+    eps: float
+    scaled: Tensor
+    squares: Tensor
 
 
 class PlainOps:
     """In PyTorch, in the precision of the operands (float64 works)."""
 
-    def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
-        """x (B, K) <- the rows of ``weight`` that ``ids`` (B,) name."""
+    def embed(
+        self, ids: Tensor, weight: Tensor, x: Tensor, *, following: Norm | None = None
+    ) -> None:
+        """x (B, K) <- the rows of ``weight`` that ``ids`` (B,) name.
+
+        Args:
+            following: the norm through which x is read next.
+        """
         x.copy_(weight[ids])
 
     def product(
@@ -46,20 +66,21 @@ class PlainOps:
         weight: Tensor,
         out: Tensor,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         gated: bool = False,
         add: bool = False,
+        following: Norm | None = None,
     ) -> None:
         """out (B, M) <- weight (M, K) times x (B, K).
 
         Args:
-            norm: scales (K,) of an RMSNorm that x goes through first.
+            norm: what x goes through first.
             gated: weight is (2 M, K); out is silu of the first half times the second.
             add: onto what ``out`` holds.
+            following: the norm through which ``out`` is read next.
         """
         if norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], norm, eps)
+            x = F.rms_norm(x, x.shape[-1:], norm.scale.to(x.dtype), norm.eps)
         result = F.linear(x, weight)
         result = plain_swiglu(result) if gated else result
         out.copy_(out + result if add else result)
@@ -95,22 +116,31 @@ class KernelOps:
 
         self.plan, self.kernels = plan, decode
 
-    def _launch(
+    def launch(
         self, kernel: Any, grid: tuple[int, ...], *given: Any, num_warps: int, num_stages: int = 1,
         **constants: Any,
     ) -> None:  # fmt: skip
+        """As the plan says."""
         options = {"num_warps": num_warps, "num_stages": num_stages, "PDL": self.plan.pdl}
         if self.plan.pdl:
             options["launch_pdl"] = True
         prefer_shared_memory(kernel[grid](*given, **constants, **options), self.plan.shared)
 
-    def embed(self, ids: Tensor, weight: Tensor, x: Tensor) -> None:
+    def embed(
+        self, ids: Tensor, weight: Tensor, x: Tensor, *, following: Norm | None = None
+    ) -> None:
         """See :meth:`PlainOps.embed`. It starts a step, so it overlaps with nothing before it."""
+        self._embed(ids, weight, x, None)
+
+    def _embed(self, ids: Tensor, weight: Tensor, x: Tensor, following: Norm | None) -> None:
         batch, width = x.shape
-        block = min(1024, _power_of_two(width))
+        block = min(1024, power_of_two(width))
+        scale, _, scaled, squares = following or (None, None, None, None)
         kernel = self.kernels.embed_kernel[(batch, -(-width // block))](
-            ids, weight, x, K=width, BLOCK=block, PDL=self.plan.pdl, num_warps=4
-        )
+            ids, weight, x, scale, scaled, squares, K=width,
+            PARTS=1 if squares is None else squares.shape[1], BLOCK=block, PDL=self.plan.pdl,
+            num_warps=4,
+        )  # fmt: skip
         prefer_shared_memory(kernel, self.plan.shared)
 
     def product(
@@ -119,46 +149,46 @@ class KernelOps:
         weight: Tensor,
         out: Tensor,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         gated: bool = False,
         add: bool = False,
+        following: Norm | None = None,
     ) -> None:
         """See :meth:`PlainOps.product`."""
         (batch, inputs), outputs = x.shape, out.shape[1]
         slices = 2 if gated else 1
         # With more rows than this some multiprocessors would have no program.
-        thin = _power_of_two(max(1, outputs // _MULTIPROCESSORS))
+        thin = power_of_two(max(1, outputs // _MULTIPROCESSORS))
         kind = {"K": inputs, "M": outputs, "GATED": gated, "ADD": add}
         if batch == 1:
-            width = _power_of_two(inputs)
+            width = power_of_two(inputs)
             rows = min(thin, max(1, self.plan.weights // width // slices))
-            self._launch(
-                self.kernels.vector_kernel, (-(-outputs // rows),), x, norm, weight, out, eps,
-                ROWS=rows, BLOCK_K=width, NORM=norm is not None, num_warps=self.plan.num_warps,
-                **kind,
+            self.launch(
+                self.kernels.vector_kernel, (-(-outputs // rows),), x, norm and norm.scale, weight,
+                out, norm.eps if norm else 0.0, ROWS=rows, BLOCK_K=width, NORM=norm is not None,
+                num_warps=self.plan.num_warps, **kind,
             )  # fmt: skip
             return
         if norm is not None:
-            x = self._normed(x, norm, eps)
-        tile = min(self.plan.batch, max(16, _power_of_two(batch)))
+            x = self._normed(x, norm)
+        tile = min(self.plan.batch, max(16, power_of_two(batch)))
         rows = max(16, min(thin, self.plan.rows // slices))
         # The thinnest slice takes more inputs at a time.
         depth = self.plan.depth * (2 if slices * rows == 16 else 1)
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
         round_bytes = (tile + slices * rows) * depth * weight.element_size()
         stages = max(2, min(self.plan.under_way // round_bytes, -(-inputs // depth)))
-        self._launch(
+        self.launch(
             self.kernels.batch_kernel, (-(-outputs // rows), -(-batch // tile)), x, weight, out,
-            batch, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth, LINES=_power_of_two(lines),
+            batch, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth, LINES=power_of_two(lines),
             num_warps=self.plan.num_warps, num_stages=stages, **kind,
         )  # fmt: skip
 
-    def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         (batch, width), out = x.shape, torch.empty_like(x)
-        self._launch(
-            self.kernels.norm_kernel, (batch,), x, norm, out, eps, K=width,
-            BLOCK=_power_of_two(width), num_warps=self.plan.num_warps,
+        self.launch(
+            self.kernels.norm_kernel, (batch,), x, norm.scale, out, norm.eps, K=width,
+            BLOCK=power_of_two(width), num_warps=self.plan.num_warps,
         )  # fmt: skip
         return out
 
@@ -168,21 +198,21 @@ class KernelOps:
         blocks = -(-width // _BEST_BLOCK)
         values = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
         places = torch.empty(batch, blocks, dtype=torch.int32, device=logits.device)
-        self._launch(
+        self.launch(
             self.kernels.largest_kernel, (batch, blocks), logits, values, places,
             M=width, BLOCK=_BEST_BLOCK, num_warps=4,
         )  # fmt: skip
-        self._launch(
+        self.launch(
             self.kernels.best_kernel, (batch,), values, places, ids, found,
-            S=blocks, BLOCK=_power_of_two(blocks), num_warps=4,
+            S=blocks, BLOCK=power_of_two(blocks), num_warps=4,
         )  # fmt: skip
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""
         batch, heads, rows, channels = state.shape
-        tile_n = _power_of_two(rows // 2)
-        tile_p = min(_power_of_two(channels), max(1, self.plan.state // tile_n))
-        self._launch(
+        tile_n = power_of_two(rows // 2)
+        tile_p = min(power_of_two(channels), max(1, self.plan.state // tile_n))
+        self.launch(
             self.kernels.ssd_step_kernel, (batch * heads, -(-channels // tile_p)),
             proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
             TILE_N=tile_n, TILE_P=tile_p, num_warps=self.plan.state_warps,

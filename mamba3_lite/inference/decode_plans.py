@@ -11,8 +11,11 @@ import torch
 from mamba3_lite.models.ssd_plans import choice_key, keep_choice, read_choices
 
 _FILE = "decode_plans.json"
+# Gluon is still experimental: what another version of Triton makes of it has not been seen.
+_GLUON_OF = "3.6."
 _SOURCES = (
-    "kernels/decode.py", "kernels/fused.py", "inference/decode_ops.py", "inference/decode_plans.py",
+    "kernels/decode.py", "kernels/decode_staged.py", "kernels/fused.py",
+    "inference/decode_ops.py", "inference/decode_plans.py", "inference/decode_staged.py",
 )  # fmt: skip
 
 
@@ -29,6 +32,7 @@ class Plan(NamedTuple):
         and its warps.
     shared: what part of the cache all kernels ask for as shared memory, in percent; -1: each asks
         for what it needs.
+    staged: by the kernels of ``kernels/decode_staged.py``, in 16 bits on Hopper, where they fit.
     """
 
     pdl: bool
@@ -41,17 +45,21 @@ class Plan(NamedTuple):
     state: int
     state_warps: int
     shared: int = -1
+    staged: bool = False
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 40 * 2**10, 1024, 4)
 _VECTOR = SMALL_PLAN._replace(pdl=True)
 VECTOR_PLANS = (
+    _VECTOR._replace(state=2048, state_warps=2, staged=True),
     _VECTOR,
     _VECTOR._replace(weights=8192, state=2048),
 )
 _BATCH = Plan(True, 4, 8192, 64, 64, 128, 160 * 2**10, 4096, 4, shared=100)
 BATCH_PLANS = (
+    _BATCH._replace(staged=True),
+    _BATCH._replace(state=2048, state_warps=2, staged=True),
     _BATCH,
     _BATCH._replace(state=2048),
     _BATCH._replace(depth=64),
@@ -70,8 +78,11 @@ def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Pla
         plans = [SMALL_PLAN._replace(pdl=True), SMALL_PLAN]
     else:
         plans = [*BATCH_PLANS, SMALL_PLAN]
-    late = torch.cuda.get_device_capability(device) >= (9, 0)
-    return [plan for plan in plans if late or not plan.pdl]
+    import triton
+
+    major, _ = torch.cuda.get_device_capability(device)
+    staged = major == 9 and dtype != torch.float32 and triton.__version__.startswith(_GLUON_OF)
+    return [plan for plan in plans if (major >= 9 or not plan.pdl) and (staged or not plan.staged)]
 
 
 def key(device: torch.device, dtype: torch.dtype, shape: str) -> str:

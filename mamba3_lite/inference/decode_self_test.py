@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import PlainOps
+from mamba3_lite.inference.decode_ops import Norm, PlainOps
 from mamba3_lite.inference.decode_weights import Buffers, Weights
 
 # Relative L2 limits: rounded operands and results alone cost 3e-3.
@@ -44,12 +44,12 @@ class _Test:
             self.found = f"{name} off by {error:.1e} (limit {limit:.0e})"
 
     def product(self, name: str, x: Tensor, weight: Tensor, out: Tensor, **how) -> None:
-        self.draw(x, out)
+        """Of a drawn x, or of the residual stream as the last operation left it for ``norm``."""
+        self.draw(*([out] if "norm" in how else [x, out]))
         columns = _some(out.shape[1], out.device)
         rows = torch.cat([columns, columns + out.shape[1]]) if how.get("gated") else columns
         want = out[:, columns].double()
-        twin_how = how | {"norm": how["norm"].double()} if "norm" in how else how
-        PlainOps().product(x.double(), weight[rows].double(), want, **twin_how)
+        PlainOps().product(x.double(), weight[rows].double(), want, **how)
         self.ops.product(x, weight, out, **how)
         self.judge(name, out[:, columns], want, x.dtype)
 
@@ -66,16 +66,19 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     """What is wrong with ``ops`` here, in a few words; None if nothing is. Overwrites buffers."""
     test, layer, b = _Test(ops, weights, buffers), weights.layers[0], buffers
     b.ids.copy_(torch.arange(len(b.ids), device=b.ids.device) * 7919 % len(weights.embed))
-    ops.embed(b.ids, weights.embed, b.x)
+    scales = (layer.norm1, layer.norm2, weights.norm_f)
+    norm1, norm2, norm_f = (Norm(scale, weights.eps, b.scaled, b.squares) for scale in scales)
+    ops.embed(b.ids, weights.embed, b.x, following=norm1)
     if not torch.equal(b.x, weights.embed[b.ids]):
         return "embed: another row"
-    eps = weights.eps
-    test.product("in_proj", b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=eps)
+    test.product("in_proj", b.x, layer.in_proj, b.proj, norm=norm1)
     test.ssd_step("SSD step", b.proj, layer.a, b.state[0], b.y)
-    test.product("mixer", b.y, layer.mixer, b.x, add=True)
-    test.product("gate_up", b.x, layer.gate_up, b.act, norm=layer.norm2, eps=eps, gated=True)
-    test.product("down", b.act, layer.down, b.x, add=True)
-    test.product("head", b.x, weights.head, b.logits, norm=weights.norm_f, eps=eps)
+    test.product("mixer", b.y, layer.mixer, b.x, add=True, following=norm2)
+    test.product("gate_up", b.x, layer.gate_up, b.act, norm=norm2, gated=True)
+    test.product("down", b.act, layer.down, b.x, add=True, following=norm1)
+    # Once more, since the first was of what the embedding left.
+    test.product("in_proj", b.x, layer.in_proj, b.proj, norm=norm1)
+    test.product("head", b.x, weights.head, b.logits, norm=norm_f)
     where, found = b.logits.argmax(-1), b.logits.double().amax(-1)
     ops.best(b.logits, b.ids, b.best)
     if not torch.equal(b.ids, where) or not torch.equal(b.best[:, 1], found):

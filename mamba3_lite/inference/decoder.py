@@ -17,8 +17,9 @@ from torch import Tensor
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
-from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, Norm
 from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.inference.decode_staged import fits, ops_for
 from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -143,7 +144,7 @@ class Decoder:
         if ids is not self.buffers.ids:
             self.buffers.ids.copy_(ids)
         if self._graph is None:
-            self._run(KernelOps(self.plan))
+            self._run(ops_for(self.plan))
         else:
             self._graph.replay()
         return self.buffers.logits
@@ -157,21 +158,24 @@ class Decoder:
     def _run(self, ops: KernelOps) -> None:
         """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
         w, b = self.weights, self.buffers
-        ops.embed(b.ids, w.embed, b.x)
-        for layer, state in zip(w.layers, b.state, strict=True):
-            ops.product(b.x, layer.in_proj, b.proj, norm=layer.norm1, eps=w.eps)
-            ops.ssd_step(b.proj, layer.a, state, b.y)
-            ops.product(b.y, layer.mixer, b.x, add=True)
-            ops.product(b.x, layer.gate_up, b.act, norm=layer.norm2, eps=w.eps, gated=True)
-            ops.product(b.act, layer.down, b.x, add=True)
-        ops.product(b.x, w.head, b.logits, norm=w.norm_f, eps=w.eps)
+        scales = [scale for layer in w.layers for scale in (layer.norm1, layer.norm2)]
+        norms = [Norm(scale, w.eps, b.scaled, b.squares) for scale in (*scales, w.norm_f)]
+        ops.embed(b.ids, w.embed, b.x, following=norms[0])
+        for i, layer in enumerate(w.layers):
+            before, between, behind = norms[2 * i : 2 * i + 3]
+            ops.product(b.x, layer.in_proj, b.proj, norm=before)
+            ops.ssd_step(b.proj, layer.a, b.state[i], b.y)
+            ops.product(b.y, layer.mixer, b.x, add=True, following=between)
+            ops.product(b.x, layer.gate_up, b.act, norm=between, gated=True)
+            ops.product(b.act, layer.down, b.x, add=True, following=behind)
+        ops.product(b.x, w.head, b.logits, norm=norms[-1])
         ops.best(b.logits, b.ids, b.best)
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources
 
         try:
-            return decode_self_test.problem(KernelOps(plan), self.weights, self.buffers)
+            return decode_self_test.problem(ops_for(plan), self.weights, self.buffers)
         except OutOfResources as problem:
             return str(problem)
 
@@ -186,7 +190,7 @@ class Decoder:
         """The step as a graph (None where there is no CUDA: the kernels are then interpreted)."""
         if self.device.type != "cuda":
             return None
-        ops = KernelOps(plan)
+        ops = ops_for(plan)
         here = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(here)
@@ -201,6 +205,10 @@ class Decoder:
     def _choose(self, dtype: torch.dtype, batch: int) -> Plan:
         """The remembered plan, or the fastest of those that give the right results."""
         plans = decode_plans.candidates(self.device, dtype, batch)
+        y, act, x = (
+            buffer.shape[1] for buffer in (self.buffers.y, self.buffers.act, self.buffers.x)
+        )
+        plans = [plan for plan in plans if not plan.staged or fits(x, y, act, batch)]
         if len(plans) == 1:
             return self._tested(plans[0])
         name = decode_plans.key(self.device, dtype, self._shape)

@@ -64,13 +64,29 @@ def _load_columns(at, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def embed_kernel(ids, weight, x, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B, blocks of K): x (B, K), the rows of ``weight`` that ``ids`` (B,) int64 name."""
+def embed_kernel(
+    ids, weight, x, scale, scaled, squares,
+    K: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, blocks of K): x (B, K), the rows of ``weight`` that ``ids`` (B,) int64 name.
+
+    With ``scale`` (K,), of the next norm: ``scaled`` (B, K) is x times it, and squares (B, PARTS)
+    the sums of x squared by block, then zeros.
+    """
     _announce(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1)
+    k = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(weight + tl.load(ids + row) * K + k, mask=k < K, other=0.0)
     tl.store(x + row * K + k, values, mask=k < K)
+    if scale is not None:
+        v = values.to(tl.float32)
+        left = v * tl.load(scale + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(scaled + row * K + k, left.to(values.dtype), mask=k < K)
+        tl.store(squares + row * PARTS + block, tl.sum(v * v, 0))
+        part = tl.arange(0, PARTS)
+        beyond = (part >= tl.num_programs(1)) & (block == 0)
+        tl.store(squares + row * PARTS + part, 0.0, mask=beyond)
 
 
 @triton.jit
@@ -236,10 +252,25 @@ def _sine_cosine(x):
 @triton.jit
 def _expm1_near_zero(x):
     """e^x - 1 for -0.5 <= x <= 0, to float32's relative precision: eight terms of the series."""
-    total = tl.full((), 1.0, tl.float32)
-    for i in tl.static_range(8, 1, -1):
+    total = 1.0 + x * (1.0 / 8)
+    for i in tl.static_range(7, 1, -1):
         total = 1.0 + total * (x * (1.0 / i))
     return total * x
+
+
+@triton.jit
+def _transition(alpha, omega, s):
+    """e^{(alpha + i omega) s} as ``whole + real + i imag``, whole being 1 near 1 and 0 else."""
+    turn = omega.to(tl.float64) * _TURNS_PER_RADIAN * s.to(tl.float64)
+    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
+    size = tl.exp(alpha * s)
+    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
+    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
+    sine, cosine = _sine_cosine(angle * 0.5)
+    below_one = 2.0 * sine * sine
+    near_one = _expm1_near_zero(alpha * s) * (1.0 - below_one) - below_one
+    real = tl.where(whole > 0.0, near_one, size * (1.0 - below_one))
+    return whole, real, size * (2.0 * sine * cosine)
 
 
 @triton.jit
@@ -277,16 +308,7 @@ def ssd_step_kernel(
     c_im = tl.load(pairs + 3 * H * N, mask=n < N, other=0.0).to(tl.float32)
     s = _softplus(tl.load(row + H * (P + 4 * N) + head).to(tl.float32))
 
-    turn = omega.to(tl.float64) * tl.full((), _TURNS_PER_RADIAN, tl.float64) * s.to(tl.float64)
-    angle = (turn - tl.floor(turn + 0.5)).to(tl.float32) * _RADIANS_PER_TURN
-    size = tl.exp(alpha * s)
-    whole = tl.where(alpha * s > -0.5, 1.0, 0.0)
-    # e^{i angle} - 1 = -2 sin^2(angle / 2) + i sin(angle), without cancellation.
-    sine, cosine = _sine_cosine(angle * 0.5)
-    below_one = 2.0 * sine * sine
-    near_one = _expm1_near_zero(alpha * s) * (1.0 - below_one) - below_one
-    real = tl.where(whole > 0.0, near_one, size * (1.0 - below_one))
-    imag = size * (2.0 * sine * cosine)
+    whole, real, imag = _transition(alpha, omega, s)
     new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
     new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
     kind = state.dtype.element_ty

@@ -8,12 +8,12 @@ import torch
 
 from mamba3_lite import env
 from mamba3_lite.inference import decode_weights
-from mamba3_lite.inference.decode_ops import KernelOps
 from mamba3_lite.inference.decode_plans import BATCH_PLANS, SMALL_PLAN, VECTOR_PLANS, Plan
+from mamba3_lite.inference.decode_staged import fits, ops_for
 from mamba3_lite.inference.decoder import Decoder
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.transformer import ModelConfig
-from tests.decode_checks import KERNELS
+from tests.decode_checks import KERNELS, STAGED_KERNELS
 from tests.fused_checks import Launch, _Watched
 from tests.interp.test_fused_aot import assert_fits, distinct
 from tests.interp.test_per_chunk_aot import stack_bytes
@@ -30,7 +30,7 @@ def launches(
     plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> list[Launch]:
     """What one step of a model would launch; nothing runs, and nothing has memory."""
-    from mamba3_lite.kernels import decode
+    from mamba3_lite.kernels import decode, decode_staged
 
     found: list[Launch] = []
     buffers = decode_weights.make_buffers(cfg, batch, dtype, state_dtype, torch.device("meta"))
@@ -53,7 +53,10 @@ def launches(
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             patch.setattr(decode, name, _Watched(getattr(decode, name), found, False))
-        decoder._run(KernelOps(plan))
+        for name in STAGED_KERNELS:
+            watched = _Watched(getattr(decode_staged, name), found, False)
+            patch.setattr(decode_staged, name, watched)
+        decoder._run(ops_for(plan))
     return found
 
 
@@ -63,15 +66,24 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supported(plan: Plan, arch: int) -> Plan:
-    return plan if arch >= NEWEST else plan._replace(pdl=False)
+    return plan if arch >= NEWEST else plan._replace(pdl=False, staged=False)
+
+
+def usable(plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype) -> bool:
+    """As the decoder chooses."""
+    wide = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.ffn_dim
+    return not plan.staged or (dtype != torch.float32 and fits(*wide, batch))
 
 
 @pytest.mark.parametrize("arch", [OLDEST, NEWEST])
-@pytest.mark.parametrize("batch, plan", [(1, VECTOR_PLANS[0]), (64, BATCH_PLANS[0])])
+@pytest.mark.parametrize(
+    "batch, plan",
+    [(1, VECTOR_PLANS[0]), (1, VECTOR_PLANS[1]), (64, BATCH_PLANS[0]), (64, BATCH_PLANS[2])],
+)
 def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
-    norms = 3 if batch > 1 else 0
+    norms = 0 if batch == 1 else 1 if plan.staged else 3
     assert len(found) == 9 + norms, "five a layer, embedding, head, two for the best id"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
@@ -87,6 +99,10 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
             assert len(re.findall(r"ld\.global", early)) >= 2
             assert "ld.global" in late and "st.global" not in early
             assert re.findall(r"ld\.global\S*\.v4", early)
+        elif name in STAGED_KERNELS:
+            early, late = code.split("griddepcontrol.wait")
+            assert "cp.async" in early and "st.global" not in early
+            assert ("wgmma" in late) is (name == "staged_batch_kernel")
         elif name == "batch_kernel" and plan.pdl:
             early = code.split("griddepcontrol.wait")[0]
             assert "prefetch.global.L2" in early and "ld.global" not in early
@@ -107,7 +123,8 @@ def test_campaign_every_launch_compiles_and_fits(dtype, arch):
             for state in (torch.float32, torch.bfloat16):
                 narrow = VECTOR_PLANS if batch == 1 else BATCH_PLANS
                 plans = (SMALL_PLAN, *(() if dtype == torch.float32 and batch > 1 else narrow))
-                for plan in plans:
-                    every += launches(supported(plan, arch), cfg, batch, dtype, state)
+                for plan in (supported(plan, arch) for plan in plans):
+                    if usable(plan, cfg, batch, dtype):
+                        every += launches(plan, cfg, batch, dtype, state)
     for launch in distinct(every):
         assert_fits(launch, arch)

@@ -55,6 +55,7 @@ def launches(
 def source(launch: Launch):
     """What Triton would compile for these arguments."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
     constants = {n: v for n, v in launch.arguments.items() if v is None or n in fixed}
@@ -63,13 +64,17 @@ def source(launch: Launch):
         value = launch.arguments[name]
         if name in constants:
             return "constexpr"
+        if hasattr(value, "block_shape"):  # a TMA descriptor
+            rows, columns = value.block_shape
+            return f"tensordesc<{TYPES[value.base.dtype]}[{rows},{columns}],{value.layout!r}>"
         return f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
 
     signature = {name: kind(name) for name in launch.kernel.arg_names}
     # What a launch sees as well: every tensor starts at a multiple of 16 bytes.
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    return ASTSource(launch.kernel, signature, constants, aligned)
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return language(launch.kernel, signature, constants, aligned)
 
 
 def distinct(found: Iterable[Launch]) -> list[Launch]:

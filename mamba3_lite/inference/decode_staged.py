@@ -1,0 +1,145 @@
+"""The operations of a decoding step by the kernels of ``kernels/decode_staged.py``.
+
+What these kernels cannot take goes to the others, operation by operation.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mamba3_lite.inference.decode_ops import KernelOps, Norm, power_of_two
+from mamba3_lite.inference.decode_plans import Plan
+
+# Of an H200. With more programs than this some multiprocessors would run two in a row.
+_MULTIPROCESSORS = 132
+# Of a program, less than the 227 KiB there are, so that others find room beside it.
+_SHARED_BYTES = 200 * 2**10
+_BATCH_TILE = 64
+_WARPS = 4
+# Beyond this x does not fit the registers of a warp at batch 1.
+_LARGEST_VECTOR = 4096
+_SLICE = 16
+
+
+class Tiles(NamedTuple):
+    """A product of a batch: outputs of a program, inputs of a round, and rounds of x held."""
+
+    outputs: int
+    inputs: int
+    ring: int
+
+
+def tiles(inputs: int, outputs: int, gated: bool) -> Tiles | None:
+    """None: the kernel cannot take this product.
+
+    Thin slices read the weights on as many multiprocessors as can be; each program reads all of x.
+    """
+    rows = max(16, power_of_two(-(-outputs // _MULTIPROCESSORS)))
+    depth = max(64, min(256, power_of_two(inputs)))
+    rounds = -(-inputs // depth)
+    weights = rounds * depth * rows * (2 if gated else 1) * 2
+    ring = min(rounds, (_SHARED_BYTES - weights) // (_BATCH_TILE * depth * 2))
+    # Rows of a matrix that TMA reads start at multiples of 16 bytes.
+    if rows > 64 or ring < min(2, rounds) or inputs % 8:
+        return None
+    return Tiles(rows, depth, ring)
+
+
+def fits(d_model: int, mixed: int, ffn_dim: int, batch: int) -> bool:
+    """Whether all that a layer adds to the residual stream can be left for its norms.
+
+    Args:
+        mixed: the inputs of the mixer.
+    """
+    return batch == 1 or None not in (tiles(mixed, d_model, False), tiles(ffn_dim, d_model, False))
+
+
+class StagedOps(KernelOps):
+    """See :class:`KernelOps`. In a batch a norm reads what was left for it, see :class:`Norm`."""
+
+    def __init__(self, plan: Plan):
+        from mamba3_lite.kernels import decode_staged
+
+        super().__init__(plan)
+        self.staged = decode_staged
+
+    def embed(
+        self, ids: Tensor, weight: Tensor, x: Tensor, *, following: Norm | None = None
+    ) -> None:
+        """See :meth:`PlainOps.embed`."""
+        self._embed(ids, weight, x, following if len(x) > 1 else None)
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        norm: Norm | None = None,
+        gated: bool = False,
+        add: bool = False,
+        following: Norm | None = None,
+    ) -> None:
+        """See :meth:`PlainOps.product`."""
+        (batch, inputs), outputs = x.shape, out.shape[1]
+        cut = tiles(inputs, outputs, gated) if batch > 1 else None
+        power = inputs == power_of_two(inputs)
+        if cut is not None and out.dtype == x.dtype:
+            self._batch_product(cut, x, weight, out, norm, gated, add, following)
+        elif batch == 1 and power and 256 <= inputs <= _LARGEST_VECTOR:
+            rows = max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
+            rows = _WARPS if add else rows
+            self.launch(
+                self.staged.staged_vector_kernel, (-(-outputs // rows),), x, norm and norm.scale,
+                weight, out, norm.eps if norm else 0.0, K=inputs, M=outputs, ROWS=rows,
+                WARPS=_WARPS, NORM=norm is not None, GATED=gated, ADD=add, num_warps=_WARPS,
+            )  # fmt: skip
+        else:
+            super().product(x, weight, out, norm=norm, gated=gated, add=add)
+
+    def _batch_product(
+        self, cut: Tiles, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool,
+        add: bool, following: Norm | None,
+    ) -> None:  # fmt: skip
+        (batch, inputs), outputs = x.shape, out.shape[1]
+        given = norm or following
+        left = (following.scale, following.scaled, following.squares) if following else [None] * 3
+        self.launch(
+            self.staged.staged_batch_kernel,
+            (-(-outputs // cut.outputs), -(-batch // _BATCH_TILE)),
+            _blocks(norm.scaled if norm else x, _BATCH_TILE, cut.inputs),
+            _blocks(weight, cut.outputs, cut.inputs), out, batch,
+            norm.squares if norm else None, norm.eps if norm else 0.0, *left,
+            K=inputs, M=outputs, BLOCK_B=_BATCH_TILE, BLOCK_M=cut.outputs, CHUNK=cut.inputs,
+            RING=cut.ring, PARTS=given.squares.shape[1] if given else 1, GATED=gated, ADD=add,
+            num_warps=_WARPS,
+        )  # fmt: skip
+
+    def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
+        """See :meth:`PlainOps.ssd_step`; computed in float32."""
+        batch, heads, rows, channels = state.shape
+        width = rows // 2
+        powers = width == power_of_two(width) and channels == power_of_two(channels)
+        if not powers or min(width, channels) < _SLICE:
+            super().ssd_step(proj, a, state, y)
+            return
+        tile = min(channels, max(16, self.plan.state // width), 128)
+        self.launch(
+            self.staged.staged_ssd_step_kernel, (batch * heads, channels // tile),
+            proj, a[0], a[1], state, y, H=heads, N=width, P=channels, TILE_P=tile, SLICE=_SLICE,
+            WARPS=self.plan.state_warps, num_warps=self.plan.state_warps,
+        )  # fmt: skip
+
+
+def _blocks(matrix: Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of a matrix in blocks that lie in shared memory as ``wgmma`` reads."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+def ops_for(plan: Plan) -> KernelOps:
+    """The operations as a plan wants them."""
+    return StagedOps(plan) if plan.staged else KernelOps(plan)

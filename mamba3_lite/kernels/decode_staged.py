@@ -1,0 +1,235 @@
+"""Decoding kernels for Hopper: what does not depend on the predecessor waits in shared memory.
+
+Legend: as in ``kernels/decode.py``, whose kernels compute the same. They are written in Gluon, the
+language below Triton, because only there can a kernel copy its weights, or its state, into shared
+memory, wait for its predecessor, and then go on.
+
+A batch reads x through TMA (the copy engine) and multiplies by ``wgmma``. Its norms need no kernel
+of their own: who writes the residual stream leaves it multiplied by the scales of the next norm,
+and the sums of its squares (see ``inference/decode_ops.py:Norm``).
+
+Nothing is accumulated in memory: equal inputs give equal bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mamba3_lite.kernels import decode, fused
+
+_announce = gluon.jit(decode._announce.fn)
+_wait = gluon.jit(decode._wait.fn)
+_silu = gluon.jit(decode._silu.fn)
+_softplus = gluon.jit(fused._softplus.fn)
+_transition = gluon.jit(decode._transition.fn)
+
+
+@gluon.jit
+def staged_vector_kernel(
+    x, norm, weight, out, eps,
+    K: gl.constexpr, M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of M), batch 1: ``vector_kernel``, a warp a row; K a power of two.
+
+    ADD: ROWS is WARPS.
+    """
+    _announce(PDL)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    first = gl.program_id(0) * ROWS
+    k = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE))
+    # Rows beyond the end are read as the last one, and not stored.
+    rows = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)), M - 1)
+    at = weight + rows.to(gl.int64)[:, None] * K + k[None, :]
+    held = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
+    async_copy.async_copy_global_to_shared(held, at)
+    if GATED:
+        held_up = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
+        async_copy.async_copy_global_to_shared(held_up, at + M * K)
+    async_copy.commit_group()
+    if NORM:
+        scale = gl.load(norm + k).to(gl.float32)
+    _wait(PDL)
+    v = gl.load(x + k).to(gl.float32)
+    factor = 1.0
+    if NORM:
+        factor = gl.rsqrt(gl.sum(v * v, 0) / K + eps)
+        v = v * scale
+    if ADD:
+        gl.static_assert(ROWS == WARPS)
+        row = first + gl.arange(0, WARPS, layout=gl.SliceLayout(1, WIDE))
+        before = gl.load(out + row, mask=row < M, other=0.0).to(gl.float32)
+    async_copy.wait_group(0)
+    for i in gl.static_range(ROWS // WARPS):
+        row = first + i * WARPS + gl.arange(0, WARPS, layout=gl.SliceLayout(1, WIDE))
+        w = held.slice(i * WARPS, WARPS, 0).load(WIDE).to(gl.float32)
+        result = gl.sum(w * v[None, :], 1) * factor
+        if GATED:
+            up = held_up.slice(i * WARPS, WARPS, 0).load(WIDE).to(gl.float32)
+            result = _silu(result) * (gl.sum(up * v[None, :], 1) * factor)
+        if ADD:
+            result += before
+        gl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
+
+
+@gluon.jit
+def staged_batch_kernel(
+    x, weight, out, batch, squares, eps, scale, scaled, next_squares,
+    K: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_M: gl.constexpr,
+    CHUNK: gl.constexpr, RING: gl.constexpr, PARTS: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of M, blocks of B): ``batch_kernel`` in 16 bits, by 4 warps.
+
+    x (B, K) and weight (M, K) are TMA descriptors of blocks (BLOCK_B, CHUNK) and (BLOCK_M, CHUNK);
+    RING blocks of x are under way at a time. What lies outside is read as 0.
+
+    squares (B, PARTS): x is what its writer left for a norm. ADD: onto what ``out`` holds, and left
+    for the next norm, whose scales are ``scale`` (M,), as ``scaled`` (B, M) and ``next_squares``
+    (B, PARTS), a part for each program. Each of the four can be None.
+    """
+    _announce(PDL)
+    ROUNDS: gl.constexpr = (K + CHUNK - 1) // CHUNK
+    COLUMNS: gl.constexpr = 2 * BLOCK_M if GATED else BLOCK_M
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    first = gl.program_id(0) * BLOCK_M
+    row = gl.program_id(1) * BLOCK_B
+    held = gl.allocate_shared_memory(weight.dtype, [ROUNDS, COLUMNS, CHUNK], weight.layout)
+    ring = gl.allocate_shared_memory(x.dtype, [RING, BLOCK_B, CHUNK], x.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [RING + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING + 1):
+        mbarrier.init(arrived.index(i), count=1)
+    weights_arrived = arrived.index(RING)
+    mbarrier.expect(weights_arrived, ROUNDS * COLUMNS * CHUNK * 2)
+    for i in gl.static_range(ROUNDS):
+        part = held.index(i)
+        if GATED:
+            gates, ups = part.slice(0, BLOCK_M, 0), part.slice(BLOCK_M, BLOCK_M, 0)
+            tma.async_copy_global_to_shared(weight, [first, i * CHUNK], weights_arrived, gates)
+            tma.async_copy_global_to_shared(weight, [M + first, i * CHUNK], weights_arrived, ups)
+        else:
+            tma.async_copy_global_to_shared(weight, [first, i * CHUNK], weights_arrived, part)
+    for i in gl.static_range(RING):
+        mbarrier.expect(arrived.index(i), BLOCK_B * CHUNK * 2)
+    _wait(PDL)
+    for i in gl.static_range(RING):
+        tma.async_copy_global_to_shared(x, [row, i * CHUNK], arrived.index(i), ring.index(i))
+    if squares is not None:
+        ACROSS: gl.constexpr = min(PARTS, 128) // 4
+        SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+        whose = gl.minimum(row + gl.arange(0, BLOCK_B, gl.SliceLayout(1, SUMS)), batch - 1)
+        part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, SUMS))
+        parts = gl.load(squares + whose[:, None] * PARTS + part[None, :])
+    if ADD:
+        b = row + gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, ACC))
+        m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
+        inside = (b < batch)[:, None] & (m < M)[None, :]
+        at = b.to(gl.int64)[:, None] * M + m[None, :]
+        before = gl.load(out + at, mask=inside, other=0.0)
+        if scale is not None:
+            next_scale = gl.load(scale + m, mask=m < M, other=0.0)
+    acc = gl.zeros([BLOCK_B, COLUMNS], gl.float32, layout=ACC)
+    mbarrier.wait(weights_arrived, 0)
+    for i in gl.static_range(ROUNDS):
+        slot, here = ring.index(i % RING), arrived.index(i % RING)
+        mbarrier.wait(here, (i // RING) % 2)
+        w = held.index(i).permute((1, 0))
+        acc = warpgroup_mma(slot, w, acc, is_async=True)
+        if i + RING < ROUNDS:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.expect(here, BLOCK_B * CHUNK * 2)
+            tma.async_copy_global_to_shared(x, [row, (i + RING) * CHUNK], here, slot)
+    if squares is not None:
+        factor = gl.rsqrt(gl.sum(parts, 1) / K + eps)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    for i in gl.static_range(RING + 1):
+        mbarrier.invalidate(arrived.index(i))
+    if squares is not None:
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, ACC))[:, None]
+    if GATED:
+        gate, up = acc.reshape([BLOCK_B, 2, BLOCK_M]).permute((0, 2, 1)).split()
+        acc = _silu(gate) * up
+    kind: gl.constexpr = out.dtype.element_ty
+    if ADD:
+        new = (acc + before.to(gl.float32)).to(kind)
+        gl.store(out + at, new, mask=inside)
+        if scale is not None:
+            new = new.to(gl.float32)
+            left = (new * next_scale.to(gl.float32)[None, :]).to(kind)
+            gl.store(scaled + at, left, mask=inside)
+            part_at = next_squares + b * PARTS + gl.program_id(0)
+            gl.store(part_at, gl.sum(new * new, 1), mask=b < batch)
+    else:
+        # Eight columns a thread are 16 bytes; the accumulator's layout has two.
+        ROWS: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 // (BLOCK_M // 8), BLOCK_M // 8], [4, 1], [1, 0]
+        )
+        b = row + gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, ROWS))
+        m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ROWS))
+        inside = (b < batch)[:, None] & (m < M)[None, :]
+        at = out + b.to(gl.int64)[:, None] * M + m[None, :]
+        gl.store(at, gl.convert_layout(acc.to(kind), ROWS), mask=inside)
+
+
+@gluon.jit
+def staged_ssd_step_kernel(
+    proj, a_re, a_im, state, y,
+    H: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+    TILE_P: gl.constexpr, SLICE: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (B H, tiles of P): ``ssd_step_kernel``; N and P powers of two, SLICE rows at a time."""
+    _announce(PDL)
+    ACROSS: gl.constexpr = TILE_P // 4
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    kind: gl.constexpr = state.dtype.element_ty
+    program = gl.program_id(0)
+    head = program % H
+    p = gl.program_id(1) * TILE_P + gl.arange(0, TILE_P, layout=gl.SliceLayout(0, TILE))
+    both = gl.arange(0, 2 * N, layout=gl.SliceLayout(1, TILE))
+    base = state + program.to(gl.int64) * (2 * N * P)
+    held = gl.allocate_shared_memory(
+        kind, [2 * N, TILE_P], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    # The state is of the last token, so it need not wait; nor need the cache keep it.
+    at = base + both[:, None] * P + p[None, :]
+    async_copy.async_copy_global_to_shared(held, at, eviction_policy="evict_first")
+    async_copy.commit_group()
+    alpha = gl.load(a_re + head)
+    omega = gl.load(a_im + head)
+    _wait(PDL)
+    row = proj + (program // H).to(gl.int64) * (H * (P + 4 * N + 1))
+    x = gl.load(row + head * P + p).to(gl.float32)
+    pair = gl.arange(0, 4 * N, layout=FLAT)
+    pairs = gl.load(row + H * P + head * N + (pair // N) * (H * N) + pair % N).to(gl.float32)
+    shared = gl.allocate_shared_memory(
+        gl.float32, [4 * N], gl.SwizzledSharedLayout(1, 1, 1, [0]), pairs
+    )
+    s = _softplus(gl.load(row + H * (P + 4 * N) + head).to(gl.float32))
+    whole, real, imag = _transition(alpha, omega, s)
+    read = gl.zeros([SLICE, TILE_P], gl.float32, layout=TILE)
+    async_copy.wait_group(0)
+    for i in gl.static_range(N // SLICE):
+        n = i * SLICE + gl.arange(0, SLICE, layout=gl.SliceLayout(1, TILE))
+        b_re = shared.slice(i * SLICE, SLICE).load(gl.SliceLayout(1, TILE))
+        b_im = shared.slice(N + i * SLICE, SLICE).load(gl.SliceLayout(1, TILE))
+        c_re = shared.slice(2 * N + i * SLICE, SLICE).load(gl.SliceLayout(1, TILE))
+        c_im = shared.slice(3 * N + i * SLICE, SLICE).load(gl.SliceLayout(1, TILE))
+        h_re = held.slice(i * SLICE, SLICE, 0).load(TILE).to(gl.float32)
+        h_im = held.slice(N + i * SLICE, SLICE, 0).load(TILE).to(gl.float32)
+        new_re = whole * h_re + (real * h_re - imag * h_im + b_re[:, None] * x[None, :])
+        new_im = whole * h_im + (real * h_im + imag * h_re + b_im[:, None] * x[None, :])
+        at = base + n[:, None] * P + p[None, :]
+        gl.store(at, new_re.to(kind), eviction_policy="evict_first")
+        gl.store(at + N * P, new_im.to(kind), eviction_policy="evict_first")
+        read += c_re[:, None] * new_re - c_im[:, None] * new_im
+    gl.store(y + program * P + p, gl.sum(read, 0).to(y.dtype.element_ty))
