@@ -65,6 +65,8 @@ def assert_product(
     want = out.double()
     PlainOps().product(x.double(), weight.double(), want, **how)
     following = norm_of(draw(batch, outputs, dtype=dtype, device=device)) if "add" in how else None
+    if following:
+        following.squares.zero_()
     ops.product(x, weight, out, following=following, **how)
     # A product of two products is off by both.
     assert relative(out, want) < LIMITS[dtype] * (2 if how.get("gated") else 1)

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
     shared: what part of the cache all kernels ask for as shared memory, in percent; -1: each asks
         for what it needs.
     staged: by the kernels of ``kernels/decode_staged.py``, in 16 bits on Hopper, where they fit.
+        Of a batch only the head is then left for what this plan says of products.
     """
 
     pdl: bool
@@ -59,7 +60,7 @@ VECTOR_PLANS = (
 _BATCH = Plan(True, 4, 8192, 64, 64, 128, 160 * 2**10, 4096, 4, shared=100)
 BATCH_PLANS = (
     _BATCH._replace(staged=True),
-    _BATCH._replace(state=2048, state_warps=2, staged=True),
+    _BATCH._replace(staged=True, rows=128, depth=64),
     _BATCH,
     _BATCH._replace(state=2048),
     _BATCH._replace(depth=64),

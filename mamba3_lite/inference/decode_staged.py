@@ -18,7 +18,7 @@ _BATCH_TILE = 64
 _WARPS = 4
 # Beyond this x does not fit the registers of a warp at batch 1.
 _LARGEST_VECTOR = 4096
-_SLICE = 16
+_SMALLEST_STATE = 16
 
 
 class Tiles(NamedTuple):
@@ -120,14 +120,15 @@ class StagedOps(KernelOps):
         batch, heads, rows, channels = state.shape
         width = rows // 2
         powers = width == power_of_two(width) and channels == power_of_two(channels)
-        if not powers or min(width, channels) < _SLICE:
+        if not powers or min(width, channels) < _SMALLEST_STATE:
             super().ssd_step(proj, a, state, y)
             return
-        tile = min(channels, max(16, self.plan.state // width), 128)
+        tile = min(channels, max(_SMALLEST_STATE, self.plan.state // width), 128)
+        warps = self.plan.state_warps
         self.launch(
             self.staged.staged_ssd_step_kernel, (batch * heads, channels // tile),
-            proj, a[0], a[1], state, y, H=heads, N=width, P=channels, TILE_P=tile, SLICE=_SLICE,
-            WARPS=self.plan.state_warps, num_warps=self.plan.state_warps,
+            proj, a[0], a[1], state, y, H=heads, N=width, P=channels, TILE_P=tile,
+            SLICE=min(width, 8 * warps), WARPS=warps, num_warps=warps,
         )  # fmt: skip
 
 

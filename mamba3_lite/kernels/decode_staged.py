@@ -49,10 +49,12 @@ def staged_vector_kernel(
     rows = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)), M - 1)
     at = weight + rows.to(gl.int64)[:, None] * K + k[None, :]
     held = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
-    async_copy.async_copy_global_to_shared(held, at)
+    # Nobody reads a weight twice in a step.
+    async_copy.async_copy_global_to_shared(held, at, eviction_policy="evict_first")
     if GATED:
         held_up = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
-        async_copy.async_copy_global_to_shared(held_up, at + M * K)
+        up_at = at + M * K
+        async_copy.async_copy_global_to_shared(held_up, up_at, eviction_policy="evict_first")
     async_copy.commit_group()
     if NORM:
         scale = gl.load(norm + k).to(gl.float32)
@@ -93,7 +95,8 @@ def staged_batch_kernel(
 
     squares (B, PARTS): x is what its writer left for a norm. ADD: onto what ``out`` holds, and left
     for the next norm, whose scales are ``scale`` (M,), as ``scaled`` (B, M) and ``next_squares``
-    (B, PARTS), a part for each program. Each of the four can be None.
+    (B, PARTS), a part for each program; what is beyond has been 0 since the embedding. Each of the
+    four can be None.
     """
     _announce(PDL)
     ROUNDS: gl.constexpr = (K + CHUNK - 1) // CHUNK
