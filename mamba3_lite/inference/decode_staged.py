@@ -87,8 +87,8 @@ class StagedOps(KernelOps):
         if cut is not None and out.dtype == x.dtype:
             self._batch_product(cut, x, weight, out, norm, gated, add, following)
         elif batch == 1 and power and 256 <= inputs <= _LARGEST_VECTOR:
-            rows = max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
-            rows = _WARPS if add else rows
+            # A power of two, such that there are 256 programs or more.
+            rows = _WARPS if add else max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
             self.launch(
                 self.staged.staged_vector_kernel, (-(-outputs // rows),), x, norm and norm.scale,
                 weight, out, norm.eps if norm else 0.0, K=inputs, M=outputs, ROWS=rows,
