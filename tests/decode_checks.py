@@ -76,6 +76,21 @@ def assert_product(
         assert relative(following.squares.sum(1), out.float().square().sum(1)) < 1e-5
 
 
+def assert_embed(ops: KernelOps, dtype: torch.dtype, device: str) -> None:
+    """The rows that are named; left for the norm, and nothing of what stood there before."""
+    for width in (24, 1500):
+        weight = draw(50, width, dtype=dtype, device=device)
+        ids = torch.tensor([3, 49, 0], device=device)
+        x = draw(3, width, dtype=dtype, device=device)
+        following = norm_of(x)
+        following.squares.fill_(7.0)
+        ops.embed(ids, weight, x, following=following)
+        assert torch.equal(x, weight[ids])
+        if ops.plan.staged:
+            assert relative(following.scaled, x.float() * following.scale.float()) < 4e-3
+            assert relative(following.squares.sum(1), x.float().square().sum(1)) < 1e-5
+
+
 def assert_best(ops: KernelOps, device: str) -> None:
     """The first of the largest, whatever the width; nothing found among NaNs is called a number."""
     for width in (7, 2048, 5000):

@@ -4,8 +4,8 @@ Legend: as in ``kernels/decode.py``, whose kernels compute the same. They are wr
 language below Triton, because only there can a kernel copy its weights, or its state, into shared
 memory, wait for its predecessor, and then go on.
 
-A batch reads x through TMA (the copy engine) and multiplies by ``wgmma``. Its norms need no kernel
-of their own: who writes the residual stream leaves it multiplied by the scales of the next norm,
+A batch reads x through TMA (the copy engine) and multiplies by ``wgmma``. The norms of its layers
+need no kernels: who writes the residual stream leaves it multiplied by the scales of the next norm,
 and the sums of its squares (see ``inference/decode_ops.py:Norm``).
 
 Nothing is accumulated in memory: equal inputs give equal bits.

@@ -15,6 +15,7 @@ from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_self_test
 from mamba3_lite.inference.decode_ops import KernelOps
 from mamba3_lite.inference.decode_plans import SMALL_PLAN
+from mamba3_lite.inference.decode_staged import ops_for
 from mamba3_lite.inference.decode_weights import make_buffers, prepare
 from mamba3_lite.inference.decoder import Decoder, PlainDecoder, decoder_for
 from mamba3_lite.inference.generate import generate, prefill
@@ -24,6 +25,7 @@ from tests.decode_checks import (
     HEADS,
     PRODUCTS,
     assert_best,
+    assert_embed,
     assert_product,
     assert_ssd_step,
     relative,
@@ -98,6 +100,11 @@ if INTERPRETED:
         for batch, tile in ((1, 512), (3, 4096)):
             ops = KernelOps(SMALL_PLAN._replace(state=tile))
             assert_ssd_step(ops, batch, sizes, dtype, state_dtype, "cpu")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_the_embedding_leaves_what_the_next_norm_needs(dtype):
+        for staged in (False, True):
+            assert_embed(ops_for(SMALL_PLAN._replace(staged=staged)), dtype, "cpu")
 
     def test_the_best_id_is_the_first_of_the_largest():
         assert_best(KernelOps(SMALL_PLAN), "cpu")
