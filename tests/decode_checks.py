@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import KernelOps, Norm, PlainOps, power_of_two
+from mamba3_lite.inference.decode_ops import KernelOps, Norm, PlainOps, norm_parts
 from mamba3_lite.inference.decode_staged import tiles
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
@@ -44,8 +44,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
 def norm_of(x: Tensor) -> Norm:
     """Some norm of x, with what a writer of x leaves for it, in three parts."""
     scale = draw(x.shape[1], dtype=x.dtype, device=str(x.device))
-    parts = max(16, power_of_two(-(-x.shape[1] // 16)))
-    squares = torch.zeros(len(x), parts, device=x.device)
+    squares = torch.zeros(len(x), norm_parts(x.shape[1]), device=x.device)
     for i, piece in enumerate(x.float().square().chunk(3, 1)):
         squares[:, 5 * i] = piece.sum(1)
     return Norm(scale, 1e-5, (x.float() * scale.float()).to(x.dtype), squares)

@@ -47,6 +47,11 @@ class Norm(NamedTuple):
     squares: Tensor
 
 
+def norm_parts(width: int) -> int:
+    """Room for the sums of squares of 16 columns each: a power of two, and 16 at least."""
+    return power_of_two(max(16, -(-width // 16)))
+
+
 class PlainOps:
     """In PyTorch, in the precision of the operands (float64 works)."""
 
@@ -155,24 +160,34 @@ class KernelOps:
         following: Norm | None = None,
     ) -> None:
         """See :meth:`PlainOps.product`."""
+        if len(x) == 1:
+            self._vector_product(x, weight, out, norm, gated, add)
+        else:
+            self._batch_product(x, weight, out, norm, gated, add, following)
+
+    def _vector_product(
+        self, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool, add: bool
+    ) -> None:
+        inputs, outputs = x.shape[1], out.shape[1]
+        width = power_of_two(inputs)
+        rows = min(_thin(outputs), max(1, self.plan.weights // width // (2 if gated else 1)))
+        scale, eps = (norm.scale, norm.eps) if norm else (None, 0.0)
+        self.launch(
+            self.kernels.vector_kernel, (-(-outputs // rows),), x, scale, weight, out, eps,
+            K=inputs, M=outputs, ROWS=rows, BLOCK_K=width, NORM=norm is not None, GATED=gated,
+            ADD=add, num_warps=self.plan.num_warps,
+        )  # fmt: skip
+
+    def _batch_product(
+        self, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool, add: bool,
+        following: Norm | None,
+    ) -> None:  # fmt: skip
         (batch, inputs), outputs = x.shape, out.shape[1]
         slices = 2 if gated else 1
-        # With more rows than this some multiprocessors would have no program.
-        thin = power_of_two(max(1, outputs // _MULTIPROCESSORS))
-        kind = {"K": inputs, "M": outputs, "GATED": gated, "ADD": add}
-        if batch == 1:
-            width = power_of_two(inputs)
-            rows = min(thin, max(1, self.plan.weights // width // slices))
-            self.launch(
-                self.kernels.vector_kernel, (-(-outputs // rows),), x, norm and norm.scale, weight,
-                out, norm.eps if norm else 0.0, ROWS=rows, BLOCK_K=width, NORM=norm is not None,
-                num_warps=self.plan.num_warps, **kind,
-            )  # fmt: skip
-            return
         if norm is not None:
             x = self._normed(x, norm)
         tile = min(self.plan.batch, max(16, power_of_two(batch)))
-        rows = max(16, min(thin, self.plan.rows // slices))
+        rows = max(16, min(_thin(outputs), self.plan.rows // slices))
         # The thinnest slice takes more inputs at a time.
         depth = self.plan.depth * (2 if slices * rows == 16 else 1)
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
@@ -180,8 +195,9 @@ class KernelOps:
         stages = max(2, min(self.plan.under_way // round_bytes, -(-inputs // depth)))
         self.launch(
             self.kernels.batch_kernel, (-(-outputs // rows), -(-batch // tile)), x, weight, out,
-            batch, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth, LINES=power_of_two(lines),
-            num_warps=self.plan.num_warps, num_stages=stages, **kind,
+            batch, K=inputs, M=outputs, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth,
+            LINES=power_of_two(lines), GATED=gated, ADD=add, num_warps=self.plan.num_warps,
+            num_stages=stages,
         )  # fmt: skip
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -217,6 +233,11 @@ class KernelOps:
             proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
             TILE_N=tile_n, TILE_P=tile_p, num_warps=self.plan.state_warps,
         )  # fmt: skip
+
+
+def _thin(outputs: int) -> int:
+    """Rows of weights; with more of them some multiprocessors would have no program."""
+    return power_of_two(max(1, outputs // _MULTIPROCESSORS))
 
 
 def prefer_shared_memory(kernel: Any, percent: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mamba3_lite.inference.decode_ops import KernelOps, Norm, power_of_two
 from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.models.transformer import ModelConfig
 
 # Of an H200. With more programs than this some multiprocessors would run two in a row.
 _MULTIPROCESSORS = 132
@@ -45,13 +46,10 @@ def tiles(inputs: int, outputs: int, gated: bool) -> Tiles | None:
     return Tiles(rows, depth, ring)
 
 
-def fits(d_model: int, mixed: int, ffn_dim: int, batch: int) -> bool:
-    """Whether all that a layer adds to the residual stream can be left for its norms.
-
-    Args:
-        mixed: the inputs of the mixer.
-    """
-    return batch == 1 or None not in (tiles(mixed, d_model, False), tiles(ffn_dim, d_model, False))
+def fits(cfg: ModelConfig, batch: int) -> bool:
+    """Whether all that a layer adds to the residual stream can be left for its norms."""
+    widths = cfg.n_heads * cfg.head_dim, cfg.ffn_dim
+    return batch == 1 or None not in (tiles(width, cfg.d_model, False) for width in widths)
 
 
 class StagedOps(KernelOps):
@@ -69,50 +67,41 @@ class StagedOps(KernelOps):
         """See :meth:`PlainOps.embed`."""
         self._embed(ids, weight, x, following if len(x) > 1 else None)
 
-    def product(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        *,
-        norm: Norm | None = None,
-        gated: bool = False,
-        add: bool = False,
-        following: Norm | None = None,
+    def _vector_product(
+        self, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool, add: bool
     ) -> None:
-        """See :meth:`PlainOps.product`."""
-        (batch, inputs), outputs = x.shape, out.shape[1]
-        cut = tiles(inputs, outputs, gated) if batch > 1 else None
-        power = inputs == power_of_two(inputs)
-        if cut is not None and out.dtype == x.dtype:
-            self._batch_product(cut, x, weight, out, norm, gated, add, following)
-        elif batch == 1 and power and 256 <= inputs <= _LARGEST_VECTOR:
-            # A power of two, such that there are 256 programs or more.
-            rows = _WARPS if add else max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
-            self.launch(
-                self.staged.staged_vector_kernel, (-(-outputs // rows),), x, norm and norm.scale,
-                weight, out, norm.eps if norm else 0.0, K=inputs, M=outputs, ROWS=rows,
-                WARPS=_WARPS, NORM=norm is not None, GATED=gated, ADD=add, num_warps=_WARPS,
-            )  # fmt: skip
-        else:
-            super().product(x, weight, out, norm=norm, gated=gated, add=add)
+        inputs, outputs = x.shape[1], out.shape[1]
+        if inputs != power_of_two(inputs) or not 256 <= inputs <= _LARGEST_VECTOR:
+            super()._vector_product(x, weight, out, norm, gated, add)
+            return
+        # A power of two, such that there are 256 programs or more.
+        rows = _WARPS if add else max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
+        scale, eps = (norm.scale, norm.eps) if norm else (None, 0.0)
+        self.launch(
+            self.staged.staged_vector_kernel, (-(-outputs // rows),), x, scale, weight, out, eps,
+            K=inputs, M=outputs, ROWS=rows, WARPS=_WARPS, NORM=norm is not None, GATED=gated,
+            ADD=add, num_warps=_WARPS,
+        )  # fmt: skip
 
     def _batch_product(
-        self, cut: Tiles, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool,
-        add: bool, following: Norm | None,
+        self, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool, add: bool,
+        following: Norm | None,
     ) -> None:  # fmt: skip
         (batch, inputs), outputs = x.shape, out.shape[1]
-        given = norm or following
+        cut = tiles(inputs, outputs, gated)
+        if cut is None or out.dtype != x.dtype:
+            super()._batch_product(x, weight, out, norm, gated, add, following)
+            return
+        source, squares, eps = (norm.scaled, norm.squares, norm.eps) if norm else (x, None, 0.0)
         left = (following.scale, following.scaled, following.squares) if following else [None] * 3
+        given = norm or following
         self.launch(
             self.staged.staged_batch_kernel,
             (-(-outputs // cut.outputs), -(-batch // _BATCH_TILE)),
-            _blocks(norm.scaled if norm else x, _BATCH_TILE, cut.inputs),
-            _blocks(weight, cut.outputs, cut.inputs), out, batch,
-            norm.squares if norm else None, norm.eps if norm else 0.0, *left,
-            K=inputs, M=outputs, BLOCK_B=_BATCH_TILE, BLOCK_M=cut.outputs, CHUNK=cut.inputs,
-            RING=cut.ring, PARTS=given.squares.shape[1] if given else 1, GATED=gated, ADD=add,
-            num_warps=_WARPS,
+            _blocks(source, _BATCH_TILE, cut.inputs), _blocks(weight, cut.outputs, cut.inputs),
+            out, batch, squares, eps, *left, K=inputs, M=outputs, BLOCK_B=_BATCH_TILE,
+            BLOCK_M=cut.outputs, CHUNK=cut.inputs, RING=cut.ring,
+            PARTS=given.squares.shape[1] if given else 1, GATED=gated, ADD=add, num_warps=_WARPS,
         )  # fmt: skip
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:

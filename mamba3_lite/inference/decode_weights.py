@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba3_lite.inference.decode_ops import norm_parts
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
@@ -34,7 +35,7 @@ class Weights(NamedTuple):
 class Buffers(NamedTuple):
     """What a step of B sequences works on; the state is (layers, B, H, 2 N, D).
 
-    scaled and squares: see ``decode_ops.py:Norm``; with room for a part of each 16 columns of x.
+    scaled and squares: see ``decode_ops.py:Norm``.
     """
 
     ids: Tensor
@@ -81,11 +82,6 @@ def prepare(model: Mamba3Transformer, dtype: torch.dtype) -> Weights:
     return Weights(embed, layers, cast(model.norm_f.weight), head, model.cfg.rms_norm_eps)
 
 
-def _parts(width: int) -> int:
-    """A power of two, and no fewer than a warp can share."""
-    return max(16, 1 << (-(-width // 16) - 1).bit_length())
-
-
 def make_buffers(
     cfg: ModelConfig, batch: int, dtype: torch.dtype, state_dtype: torch.dtype, device: torch.device
 ) -> Buffers:
@@ -99,7 +95,7 @@ def make_buffers(
         ids=torch.zeros(batch, dtype=torch.int64, device=device),
         x=empty(cfg.d_model),
         scaled=empty(cfg.d_model),
-        squares=torch.zeros(batch, _parts(cfg.d_model), dtype=torch.float32, device=device),
+        squares=torch.zeros(batch, norm_parts(cfg.d_model), dtype=torch.float32, device=device),
         proj=empty(heads * (channels + 4 * width + 1)),
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),

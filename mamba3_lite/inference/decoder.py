@@ -22,7 +22,7 @@ from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_staged import fits, ops_for
 from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
-from mamba3_lite.models.transformer import Mamba3Transformer
+from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
 # Timed replays of a candidate: some 10 ms at batch 1.
 _WARM_UP, _TIMED = 3, 20
@@ -129,7 +129,7 @@ class Decoder:
             f"-P{cfg.head_dim}-F{cfg.ffn_dim}-V{cfg.vocab_size}-{state_dtype}"
         )
         with self._on_device():
-            self.plan = self._tested(plan) if plan else self._choose(dtype, batch_size)
+            self.plan = self._tested(plan) if plan else self._choose(cfg, dtype, batch_size)
         self.buffers.state.zero_()
 
     def _on_device(self):
@@ -202,13 +202,10 @@ class Decoder:
             self._run(ops)
         return graph
 
-    def _choose(self, dtype: torch.dtype, batch: int) -> Plan:
+    def _choose(self, cfg: ModelConfig, dtype: torch.dtype, batch: int) -> Plan:
         """The remembered plan, or the fastest of those that give the right results."""
         plans = decode_plans.candidates(self.device, dtype, batch)
-        y, act, x = (
-            buffer.shape[1] for buffer in (self.buffers.y, self.buffers.act, self.buffers.x)
-        )
-        plans = [plan for plan in plans if not plan.staged or fits(x, y, act, batch)]
+        plans = [plan for plan in plans if not plan.staged or fits(cfg, batch)]
         if len(plans) == 1:
             return self._tested(plans[0])
         name = decode_plans.key(self.device, dtype, self._shape)

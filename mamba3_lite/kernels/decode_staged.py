@@ -114,13 +114,13 @@ def staged_batch_kernel(
     weights_arrived = arrived.index(RING)
     mbarrier.expect(weights_arrived, ROUNDS * COLUMNS * CHUNK * 2)
     for i in gl.static_range(ROUNDS):
-        part = held.index(i)
+        room = held.index(i)
         if GATED:
-            gates, ups = part.slice(0, BLOCK_M, 0), part.slice(BLOCK_M, BLOCK_M, 0)
+            gates, ups = room.slice(0, BLOCK_M, 0), room.slice(BLOCK_M, BLOCK_M, 0)
             tma.async_copy_global_to_shared(weight, [first, i * CHUNK], weights_arrived, gates)
             tma.async_copy_global_to_shared(weight, [M + first, i * CHUNK], weights_arrived, ups)
         else:
-            tma.async_copy_global_to_shared(weight, [first, i * CHUNK], weights_arrived, part)
+            tma.async_copy_global_to_shared(weight, [first, i * CHUNK], weights_arrived, room)
     for i in gl.static_range(RING):
         mbarrier.expect(arrived.index(i), BLOCK_B * CHUNK * 2)
     _wait(PDL)

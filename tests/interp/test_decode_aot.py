@@ -71,8 +71,7 @@ def supported(plan: Plan, arch: int) -> Plan:
 
 def usable(plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype) -> bool:
     """As the decoder chooses."""
-    wide = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.ffn_dim
-    return not plan.staged or (dtype != torch.float32 and fits(*wide, batch))
+    return not plan.staged or (dtype != torch.float32 and fits(cfg, batch))
 
 
 @pytest.mark.parametrize("arch", [OLDEST, NEWEST])
