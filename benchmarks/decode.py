@@ -7,7 +7,8 @@ Weights are bfloat16, random unless --run names a trained model (a step costs th
 a bfloat16 state does not), and the state is float32. Nothing is timed before
 every kernel has passed its self-test and whole steps have followed the float32 plain path at least
 as closely as the plain path in bfloat16 does. Tokens per second are those of `generate`, greedy,
-the host included; graph_us is a step's CUDA graph alone, kinds_us what each kind of kernel takes
+the host included; graph_us is a step's CUDA graph alone, in_graph_us a step of the graph of several
+that greedy decoding replays, kinds_us what each kind of kernel takes
 if only that kind runs (they overlap in a step). --plans times every launch plan.
 """
 
@@ -30,6 +31,7 @@ from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decoder
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_staged import ops_for
+from mamba3_lite.inference.decode_weights import STEPS
 from mamba3_lite.inference.decoder import Decoder, PlainDecoder, StepDecoder
 from mamba3_lite.inference.generate import choose_dispatch, load_model, prefill, stream
 from mamba3_lite.models.arithmetic import matmul_parameters, parameter_count
@@ -175,7 +177,7 @@ def part_us(fast: Decoder) -> dict[str, float]:
     """Microseconds that each kind of kernel takes in a step if only that kind runs."""
     ops = ops_for(fast.plan)
     found = {}
-    kinds = ("product", "ssd_step", "best")
+    kinds = ("product", "ssd_step", "head")
     for kind in kinds:
         only = copy.copy(ops)
         for other in ("embed", *kinds):
@@ -192,9 +194,8 @@ def _nothing(*operands: Tensor, **how: Any) -> None:
     """In the place of an operation."""
 
 
-def graph_us(fast: Decoder) -> float:
-    assert fast._graph is not None
-    return decoder._microseconds(fast._graph)
+def graph_us(fast: Decoder, steps: int = 1) -> float:
+    return decoder._microseconds(fast._graphs[steps]) / steps
 
 
 def measure(
@@ -217,6 +218,8 @@ def measure(
         "min": round(speeds[0]),
         "max": round(speeds[-1]),
         "graph_us": round(graph_us(fast), 1),
+        "steps_in_graph": STEPS,
+        "in_graph_us": round(graph_us(fast, STEPS), 1),
         "floor_us": floor_us(cfg, batch, name),
         "plan": dict(zip(Plan._fields, fast.plan, strict=True)),
         "parity_relative_l2": parity,

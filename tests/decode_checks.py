@@ -110,6 +110,35 @@ def assert_best(ops: KernelOps, device: str) -> None:
         assert ((ids >= 0) & (ids < width)).all()
 
 
+def assert_head(ops: KernelOps, batch: int, dtype: torch.dtype, device: str) -> None:
+    """Logits as of the twin and the ids of their largest, which are the same without logits."""
+    inputs, width = 256, 1111
+    x, weight = (draw(n, inputs, dtype=dtype, device=device) for n in (batch, width))
+    # Two equal rows: of equal logits the first counts.
+    weight[[40, 900]] = weight[40] * 4
+    norm, ids = norm_of(x), torch.full((batch,), -1, dtype=torch.int64, device=device)
+    logits = torch.zeros(batch, width, device=device)
+    found = torch.zeros(batch, 2, dtype=torch.float64, device=device)
+    want = logits.double()
+    PlainOps().product(x.double(), weight.double(), want, norm=norm)
+    ops.head(x, weight, logits, ids, found, norm=norm)
+    assert relative(logits, want) < LIMITS[dtype]
+    assert torch.equal(ids, logits.argmax(-1)) and 900 not in ids.tolist()
+    assert torch.equal(found[:, 0], ids.double()) and torch.equal(
+        found[:, 1], logits.double().amax(1)
+    )
+    before = found.clone()
+    found.zero_()
+    ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
+    assert torch.equal(found, before) and torch.equal(found[:, 0], ids.double())
+    x[-1, 3] = float("nan")
+    ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
+    assert found[-1, 1].isnan() and torch.equal(found[:-1], before[:-1])
+    weight[width - 1] = float("nan")
+    ops.head(x, weight, logits, ids, found, norm=norm)
+    assert found[:, 1].isnan().all() and ((ids >= 0) & (ids < width)).all()
+
+
 def assert_ssd_step(
     ops: KernelOps, batch: int, sizes: tuple[int, int, int], dtype: torch.dtype,
     state_dtype: torch.dtype, device: str, raw_dt: float = 0.0, slow: float = -1e-3,

@@ -90,6 +90,26 @@ class PlainOps:
         result = plain_swiglu(result) if gated else result
         out.copy_(out + result if add else result)
 
+    def head(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        found: Tensor,
+        *,
+        norm: Norm,
+        keep: bool = True,
+    ) -> None:
+        """logits (B, V) float32 <- weight (V, K) times x (B, K), and what :meth:`best` finds there.
+
+        Args:
+            norm: what x goes through first.
+            keep: False: nobody wants the logits, and what ``logits`` then holds is undefined.
+        """
+        self.product(x, weight, logits, norm=norm)
+        self.best(logits, ids, found)
+
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """The largest of logits (B, V): ids (B,) <- where; found (B, 2) float64 <- where, value."""
         largest, where = logits.max(-1)
@@ -134,19 +154,18 @@ class KernelOps:
     def embed(
         self, ids: Tensor, weight: Tensor, x: Tensor, *, following: Norm | None = None
     ) -> None:
-        """See :meth:`PlainOps.embed`. It starts a step, so it overlaps with nothing before it."""
+        """See :meth:`PlainOps.embed`."""
         self._embed(ids, weight, x, None)
 
     def _embed(self, ids: Tensor, weight: Tensor, x: Tensor, following: Norm | None) -> None:
         batch, width = x.shape
         block = min(1024, power_of_two(width))
         scale, _, scaled, squares = following or (None, None, None, None)
-        kernel = self.kernels.embed_kernel[(batch, -(-width // block))](
-            ids, weight, x, scale, scaled, squares, K=width,
-            PARTS=1 if squares is None else squares.shape[1], BLOCK=block, PDL=self.plan.pdl,
+        self.launch(
+            self.kernels.embed_kernel, (batch, -(-width // block)), ids, weight, x, scale, scaled,
+            squares, K=width, PARTS=1 if squares is None else squares.shape[1], BLOCK=block,
             num_warps=4,
         )  # fmt: skip
-        prefer_shared_memory(kernel, self.plan.shared)
 
     def product(
         self,
@@ -182,23 +201,32 @@ class KernelOps:
         self, x: Tensor, weight: Tensor, out: Tensor, norm: Norm | None, gated: bool, add: bool,
         following: Norm | None,
     ) -> None:  # fmt: skip
+        x = self._normed(x, norm) if norm else x
+        self._launch_batch(x, weight, out, gated=gated, add=add)
+
+    def _launch_batch(
+        self, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False, add: bool = False,
+        largest: tuple[Tensor, Tensor] | None = None, keep: bool = True,
+    ) -> None:  # fmt: skip
         (batch, inputs), outputs = x.shape, out.shape[1]
         slices = 2 if gated else 1
-        if norm is not None:
-            x = self._normed(x, norm)
         tile = min(self.plan.batch, max(16, power_of_two(batch)))
-        rows = max(16, min(_thin(outputs), self.plan.rows // slices))
+        rows = self._batch_rows(outputs, slices)
         # The thinnest slice takes more inputs at a time.
         depth = self.plan.depth * (2 if slices * rows == 16 else 1)
         lines = -(-rows * inputs * weight.element_size() // _LINE_BYTES)
         round_bytes = (tile + slices * rows) * depth * weight.element_size()
         stages = max(2, min(self.plan.under_way // round_bytes, -(-inputs // depth)))
+        values, places = largest or (None, None)
         self.launch(
             self.kernels.batch_kernel, (-(-outputs // rows), -(-batch // tile)), x, weight, out,
-            batch, K=inputs, M=outputs, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth,
-            LINES=power_of_two(lines), GATED=gated, ADD=add, num_warps=self.plan.num_warps,
-            num_stages=stages,
+            batch, values, places, K=inputs, M=outputs, BLOCK_B=tile, BLOCK_M=rows, BLOCK_K=depth,
+            LINES=power_of_two(lines), GATED=gated, ADD=add, KEEP=keep,
+            num_warps=self.plan.num_warps, num_stages=stages,
         )  # fmt: skip
+
+    def _batch_rows(self, outputs: int, slices: int) -> int:
+        return max(16, min(_thin(outputs), self.plan.rows // slices))
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         (batch, width), out = x.shape, torch.empty_like(x)
@@ -208,18 +236,42 @@ class KernelOps:
         )  # fmt: skip
         return out
 
+    def head(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        found: Tensor,
+        *,
+        norm: Norm,
+        keep: bool = True,
+    ) -> None:
+        """See :meth:`PlainOps.head`."""
+        batch, width = logits.shape
+        if batch == 1:
+            self._vector_product(x, weight, logits, norm, False, False)
+            self.best(logits, ids, found)
+            return
+        largest = _room(batch, -(-width // self._batch_rows(width, 1)), logits.device)
+        x = self._normed(x, norm)
+        self._launch_batch(x, weight, logits, largest=largest, keep=keep)
+        self._best_of(largest, ids, found)
+
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """See :meth:`PlainOps.best`."""
         batch, width = logits.shape
-        blocks = -(-width // _BEST_BLOCK)
-        values = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
-        places = torch.empty(batch, blocks, dtype=torch.int32, device=logits.device)
+        largest = _room(batch, -(-width // _BEST_BLOCK), logits.device)
         self.launch(
-            self.kernels.largest_kernel, (batch, blocks), logits, values, places,
+            self.kernels.largest_kernel, largest[0].shape, logits, *largest,
             M=width, BLOCK=_BEST_BLOCK, num_warps=4,
         )  # fmt: skip
+        self._best_of(largest, ids, found)
+
+    def _best_of(self, largest: tuple[Tensor, Tensor], ids: Tensor, found: Tensor) -> None:
+        batch, blocks = largest[0].shape
         self.launch(
-            self.kernels.best_kernel, (batch,), values, places, ids, found,
+            self.kernels.best_kernel, (batch,), *largest, ids, found,
             S=blocks, BLOCK=power_of_two(blocks), num_warps=4,
         )  # fmt: skip
 
@@ -233,6 +285,13 @@ class KernelOps:
             proj, a[0], a[1], state, y, H=heads, N=rows // 2, P=channels,
             TILE_N=tile_n, TILE_P=tile_p, num_warps=self.plan.state_warps,
         )  # fmt: skip
+
+
+def _room(batch: int, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the largest of each block of logits, and where."""
+    kinds = torch.float32, torch.int32
+    values, places = (torch.empty(batch, blocks, dtype=kind, device=device) for kind in kinds)
+    return values, places
 
 
 def _thin(outputs: int) -> int:

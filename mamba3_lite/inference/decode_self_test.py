@@ -53,6 +53,19 @@ class _Test:
         self.ops.product(x, weight, out, **how)
         self.judge(name, out[:, columns], want, x.dtype)
 
+    def head(self, weights: Weights, b: Buffers, norm: Norm) -> None:
+        """Of the residual stream as it is; the ids have to be the same without the logits."""
+        columns = _some(b.logits.shape[1], b.x.device)
+        want = b.logits[:, columns].double()
+        PlainOps().product(b.x.double(), weights.head[columns].double(), want, norm=norm)
+        for keep in (True, False):
+            self.ops.head(b.x, weights.head, b.logits, b.ids, b.best[0], norm=norm, keep=keep)
+            if keep:
+                self.judge("head", b.logits[:, columns], want, b.x.dtype)
+                where, largest = b.logits.argmax(-1), b.logits.double().amax(-1)
+            if not torch.equal(b.ids, where) or not torch.equal(b.best[0, :, 1], largest):
+                self.found = self.found or "best: another id"
+
     def ssd_step(self, name: str, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         self.draw(proj, state)
         want_state, want_y = state.double(), y.double()
@@ -78,9 +91,5 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     test.product("down", b.act, layer.down, b.x, add=True, following=norm1)
     # Once more, since the first was of what the embedding left.
     test.product("in_proj", b.x, layer.in_proj, b.proj, norm=norm1)
-    test.product("head", b.x, weights.head, b.logits, norm=norm_f)
-    where, found = b.logits.argmax(-1), b.logits.double().amax(-1)
-    ops.best(b.logits, b.ids, b.best)
-    if not torch.equal(b.ids, where) or not torch.equal(b.best[:, 1], found):
-        test.found = test.found or "best: another id"
+    test.head(weights, b, norm_f)
     return test.found

@@ -9,6 +9,9 @@ from mamba3_lite.inference.decode_ops import norm_parts
 from mamba3_lite.models.mamba_block import Mamba3Block, stable_decay
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
+# Of one CUDA graph, where nobody draws between them: behind each graph a GPU waits for its next.
+STEPS = 8
+
 
 class LayerWeights(NamedTuple):
     """One layer; ``a`` (2, H) float32 is the decay in effect, ``mixer`` is out_proj times mix."""
@@ -33,9 +36,9 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What a step of B sequences works on; the state is (layers, B, H, 2 N, D).
+    """What steps of B sequences work on; the state is (layers, B, H, 2 N, D).
 
-    scaled and squares: see ``decode_ops.py:Norm``.
+    scaled and squares: see ``decode_ops.py:Norm``. best (STEPS, B, 2): what each step found.
     """
 
     ids: Tensor
@@ -100,7 +103,7 @@ def make_buffers(
         y=empty(heads * channels),
         act=empty(cfg.ffn_dim),
         logits=empty(cfg.vocab_size, torch.float32),
-        best=torch.zeros(batch, 2, dtype=torch.float64, device=device),
+        best=torch.zeros(STEPS, batch, 2, dtype=torch.float64, device=device),
         state=torch.zeros(
             cfg.n_layers, batch, heads, 2 * width, channels, dtype=state_dtype, device=device
         ),

@@ -20,7 +20,7 @@ from mamba3_lite.inference import decode_plans, decode_self_test
 from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, Norm
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_staged import fits, ops_for
-from mamba3_lite.inference.decode_weights import Buffers, Weights, make_buffers, prepare
+from mamba3_lite.inference.decode_weights import STEPS, Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
 
@@ -37,11 +37,12 @@ class StepDecoder(Protocol):
     def step(self, ids: Tensor) -> Tensor:
         """Reads ids (B,) and returns the logits (B, V), which the next step may overwrite."""
 
-    def best(self) -> tuple[Tensor, Tensor] | None:
-        """The ids (B,) of the last logits' largest, which :meth:`step` takes as they are.
+    def greedy(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+        """At least one step and at most ``most``, each reading what the last found likeliest.
 
-        With them (B, 2) float64: ids and largest. The next step may overwrite both. None: nobody
-        has looked for them.
+        Returns:
+            The ids (B,) to go on with, and (steps, B, 2) float64: each step's ids of the largest
+            logits, and these logits. Later steps may overwrite both. None: it looks for no ids.
         """
 
     def state(self) -> list[Tensor]:
@@ -68,7 +69,7 @@ class PlainDecoder:
         self._state = [self._kept(t) for t in state]
         return logits
 
-    def best(self) -> None:
+    def greedy(self, ids: Tensor, most: int) -> None:
         return None
 
     def state(self) -> list[Tensor]:
@@ -96,7 +97,7 @@ def refuse(model: Mamba3Transformer) -> str | None:
 
 
 class Decoder:
-    """The fused kernels of a whole step, captured once as one CUDA graph with its own buffers.
+    """The fused kernels of whole steps, captured once as CUDA graphs with their own buffers.
 
     Args:
         model: gives the weights; they are prepared here, so later changes to it are not seen.
@@ -122,7 +123,8 @@ class Decoder:
         dtype = dtype or model.embed.weight.dtype
         self.weights: Weights = prepare(model, dtype)
         self.buffers: Buffers = make_buffers(model.cfg, batch_size, dtype, state_dtype, self.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        # By their numbers of steps; none where there is no CUDA: the kernels are then interpreted.
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         cfg = model.cfg
         self._shape = (
             f"B{batch_size}-L{cfg.n_layers}-d{cfg.d_model}-H{cfg.n_heads}-N{cfg.state_dim}"
@@ -130,6 +132,8 @@ class Decoder:
         )
         with self._on_device():
             self.plan = self._tested(plan) if plan else self._choose(cfg, dtype, batch_size)
+            if self.device.type == "cuda":
+                self._graphs = {steps: self._captured(self.plan, steps) for steps in (1, STEPS)}
         self.buffers.state.zero_()
 
     def _on_device(self):
@@ -141,22 +145,34 @@ class Decoder:
             own.copy_(given)
 
     def step(self, ids: Tensor) -> Tensor:
-        if ids is not self.buffers.ids:
-            self.buffers.ids.copy_(ids)
-        if self._graph is None:
-            self._run(ops_for(self.plan))
-        else:
-            self._graph.replay()
+        self._steps(ids, 1)
         return self.buffers.logits
 
-    def best(self) -> tuple[Tensor, Tensor]:
-        return self.buffers.ids, self.buffers.best
+    def greedy(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        count = STEPS if most >= STEPS else 1
+        self._steps(ids, count)
+        return self.buffers.ids, self.buffers.best[:count]
+
+    def _steps(self, ids: Tensor, count: int) -> None:
+        if ids is not self.buffers.ids:
+            self.buffers.ids.copy_(ids)
+        if count in self._graphs:
+            self._graphs[count].replay()
+        else:
+            self._run(ops_for(self.plan), count)
 
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
 
-    def _run(self, ops: KernelOps) -> None:
-        """The whole step: ids and state in, logits, the best ids and state out, in the buffers."""
+    def _run(self, ops: KernelOps, steps: int = 1) -> None:
+        """Steps: ids and state in, the best ids and state out, in the buffers.
+
+        So are the logits of a single step. Of several, each reads the ids of the one before.
+        """
+        for found in self.buffers.best[:steps]:
+            self._run_one(ops, found, keep=steps == 1)
+
+    def _run_one(self, ops: KernelOps, found: Tensor, keep: bool) -> None:
         w, b = self.weights, self.buffers
         scales = [scale for layer in w.layers for scale in (layer.norm1, layer.norm2)]
         norms = [Norm(scale, w.eps, b.scaled, b.squares) for scale in (*scales, w.norm_f)]
@@ -168,8 +184,7 @@ class Decoder:
             ops.product(b.y, layer.mixer, b.x, add=True, following=between)
             ops.product(b.x, layer.gate_up, b.act, norm=between, gated=True)
             ops.product(b.act, layer.down, b.x, add=True, following=behind)
-        ops.product(b.x, w.head, b.logits, norm=norms[-1])
-        ops.best(b.logits, b.ids, b.best)
+        ops.head(b.x, w.head, b.logits, b.ids, found, norm=norms[-1], keep=keep)
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources
@@ -183,13 +198,9 @@ class Decoder:
         problem = self._problem(plan)
         if problem is not None:
             raise UserError(f"the decoding kernels failed their self-test: {problem}.")
-        self._graph = self._captured(plan)
         return plan
 
-    def _captured(self, plan: Plan) -> torch.cuda.CUDAGraph | None:
-        """The step as a graph (None where there is no CUDA: the kernels are then interpreted)."""
-        if self.device.type != "cuda":
-            return None
+    def _captured(self, plan: Plan, steps: int = 1) -> torch.cuda.CUDAGraph:
         ops = ops_for(plan)
         here = torch.cuda.current_stream()
         side = torch.cuda.Stream()
@@ -199,7 +210,7 @@ class Decoder:
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._run(ops)
+            self._run(ops, steps)
         return graph
 
     def _choose(self, cfg: ModelConfig, dtype: torch.dtype, batch: int) -> Plan:
@@ -219,12 +230,10 @@ class Decoder:
                 print(f"[decode] {plan} passed over: {problem}")
                 problems.append(problem)
                 continue
-            graph = self._captured(plan)
-            assert graph is not None
-            found.append((_microseconds(graph), plan, graph))
+            found.append((_microseconds(self._captured(plan)), plan))
         if not found:
             raise UserError(f"the decoding kernels failed their self-test: {problems[0]}.")
-        took, plan, self._graph = min(found, key=lambda entry: entry[0])
+        took, plan = min(found, key=lambda entry: entry[0])
         print(f"[decode] batch {batch}: {took:.0f} us a step, the best of {len(found)} plans")
         decode_plans.remember(name, plan)
         return plan

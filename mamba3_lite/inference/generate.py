@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 from mamba3_lite.errors import UserError
-from mamba3_lite.inference.decoder import decoder_for
+from mamba3_lite.inference.decoder import StepDecoder, decoder_for
 from mamba3_lite.inference.sampling import check_sampling, choose, not_finite, penalize
 from mamba3_lite.inference.state import State, fingerprint
 from mamba3_lite.models.mamba_block import Mamba3Block
@@ -207,21 +207,22 @@ class _Draw:
 
 
 class _ToHost:
-    """A copy to the host that is waited for when it is read."""
+    """What T steps drew, on its way to the host, and waited for when it is read."""
 
     def __init__(self, *tensors: Tensor):
-        self.event = None
+        """Ids and largest logits (T, B), as two tensors or as the last dimension of one."""
+        self.event, self.steps = None, len(tensors[0])
         self.copies = [t.to("cpu", non_blocking=True) for t in tensors]
         if tensors[0].is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Ids and the largest logits, copied as two tensors or as the columns of one."""
+    def read(self) -> Iterator[tuple[list[int], list[float]]]:
+        """Each step's ids and largest logits, one a row."""
         if self.event is not None:
             self.event.synchronize()
         ids, largest = self.copies if len(self.copies) == 2 else self.copies[0].unbind(-1)
-        return [int(i) for i in ids.tolist()], largest.tolist()
+        return zip(ids.long().tolist(), largest.tolist(), strict=True)
 
 
 def stream(
@@ -277,6 +278,34 @@ def _evaluating(model: Mamba3Transformer) -> Iterator[None]:
         model.train(was_training)
 
 
+def _draws(
+    decoder: StepDecoder, draw: _Draw, logits: Tensor, count: int
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Ids of ``count`` >= 1 steps, one a row, and the largest logits that they were drawn from.
+
+    A GPU is given the next steps before ids are read, so that it never waits for the host; those
+    behind the last EOS are then thrown away.
+    """
+    greedy = draw.greedy_among(logits.shape[1])
+
+    def more(ids: Tensor, most: int) -> tuple[Tensor, _ToHost]:
+        best = decoder.greedy(ids, most) if greedy else None
+        if best is not None:
+            return best[0], _ToHost(best[1])
+        ids, largest = draw(decoder.step(ids))
+        return ids, _ToHost(ids[None], largest[None])
+
+    ids, largest = draw(logits)
+    drawn = _ToHost(ids[None], largest[None])
+    while True:
+        count -= drawn.steps
+        following = more(ids, count) if count and ids.is_cuda else None
+        yield from drawn.read()
+        if not count:
+            return
+        ids, drawn = following or more(ids, count)
+
+
 def _decode(
     model: Mamba3Transformer,
     prompts: Sequence[Ids],
@@ -286,32 +315,20 @@ def _decode(
     eos_id: int | None,
     state_dtype: torch.dtype,
 ) -> Iterator[list[int | None]]:
+    if not max_new_tokens:
+        return
     with _evaluating(model), contextlib.ExitStack() as stack:
         after = read(model, prompts, state=state)
         decoder = stack.enter_context(decoder_for(model, len(prompts), state_dtype=state_dtype))
         decoder.load(after.layers)
-        logits, best = after.logits, None
-        greedy = draw.greedy_among(logits.shape[1])
         running = [True] * len(prompts)
-        for left in range(max_new_tokens - 1, -1, -1):
-            if best is None:
-                ids, largest = draw(logits)
-                drawn = _ToHost(ids, largest)
-            else:
-                ids, drawn = best[0], _ToHost(best[1])
-            # A GPU is given the next step before its ids are read, so that it never waits for the
-            # host; the step behind the last EOS is then thrown away.
-            if ids.is_cuda and left:
-                logits, best = decoder.step(ids), decoder.best() if greedy else None
-            tokens, peaks = drawn.read()
+        for tokens, peaks in _draws(decoder, draw, after.logits, max_new_tokens):
             if not all(map(math.isfinite, peaks)):
                 raise not_finite()
             running = [on and token != eos_id for on, token in zip(running, tokens, strict=True)]
             if not any(running):
                 return
             yield [token if on else None for on, token in zip(running, tokens, strict=True)]
-            if not ids.is_cuda and left:
-                logits, best = decoder.step(ids), decoder.best() if greedy else None
 
 
 def generate(

@@ -77,6 +77,7 @@ def embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     k = block * BLOCK + tl.arange(0, BLOCK)
+    _wait(PDL)
     values = tl.load(weight + tl.load(ids + row) * K + k, mask=k < K, other=0.0)
     tl.store(x + row * K + k, values, mask=k < K)
     if scale is not None:
@@ -125,16 +126,28 @@ def vector_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=row < M)
 
 
+@triton.jit
+def _largest(values, columns, M: tl.constexpr):
+    """Along the last dimension: the largest, and the first column where it is; NaN if any is."""
+    axis: tl.constexpr = len(values.shape) - 1
+    wrong = tl.sum((values != values).to(tl.int32), axis)
+    largest = tl.max(values, axis, keep_dims=True)
+    place = tl.min(tl.where(values == largest, columns, M - 1), axis)
+    return tl.where(wrong > 0, float("nan"), tl.max(values, axis)), place
+
+
 @triton.jit(do_not_specialize=["batch"])
 def batch_kernel(
-    x, weight, out, batch,
+    x, weight, out, batch, values, places,
     K: tl.constexpr, M: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, LINES: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M, blocks of B): ``vector_kernel`` for x (B, K) and out (B, M); no norm.
 
     LINES, a power of two, is at least the number of 128-byte lines of BLOCK_M rows of ``weight``.
+    values, places (B, blocks of M): as in ``largest_kernel``, or None. Without KEEP ``out`` is not
+    written.
     """
     _announce(PDL)
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -169,7 +182,13 @@ def batch_kernel(
     at = out + b[:, None] * M + m[None, :]
     if ADD:
         acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+    if KEEP:
+        tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+    if values is not None:
+        largest, place = _largest(tl.where(m[None, :] < M, acc, float("-inf")), m[None, :], M)
+        to = b * tl.num_programs(0) + tl.program_id(0)
+        tl.store(values + to, largest, mask=b < batch)
+        tl.store(places + to, place, mask=b < batch)
 
 
 @triton.jit
@@ -200,11 +219,9 @@ def largest_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _wait(PDL)
     value = tl.load(logits + row * M + column, mask=column < M, other=float("-inf"))
-    wrong = tl.sum((value != value).to(tl.int32), 0)
-    largest = tl.max(value, 0)
-    place = tl.min(tl.where(value == largest, column, M - 1), 0)
+    largest, place = _largest(value, column, M)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(values + at, tl.where(wrong > 0, float("nan"), largest))
+    tl.store(values + at, largest)
     tl.store(places + at, place)
 
 
@@ -216,10 +233,11 @@ def best_kernel(
 
     found (B, 2) float64: where and how large, NaN if any is.
     """
-    _announce(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     _wait(PDL)
+    # Not earlier: what the next step asks for before it waits is then as this step leaves it.
+    _announce(PDL)
     value = tl.load(values + row * S + block, mask=block < S, other=float("-inf"))
     place = tl.load(places + row * S + block, mask=block < S, other=2147483647)
     wrong = tl.sum((value != value).to(tl.int32), 0)

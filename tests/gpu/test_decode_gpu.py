@@ -22,6 +22,8 @@ from tests.decode_checks import (
     PRODUCTS,
     STAGED_KERNELS,
     assert_best,
+    assert_embed,
+    assert_head,
     assert_product,
     assert_ssd_step,
     relative,
@@ -147,6 +149,19 @@ def test_the_best_id_is_the_first_of_the_largest():
     assert_best(ops_for(SMALL_PLAN), DEVICE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_head_finds_the_best_ids_with_and_without_logits(dtype):
+    for batch in (1, 2, 70):
+        for plan in plans_for(batch, dtype)[:2]:
+            assert_head(ops_for(plan), batch, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("batch", [2, 70])
+def test_the_embedding_leaves_its_part_for_the_next_norm(batch):
+    for plan in (SMALL_PLAN, *staged_plans(batch)):
+        assert_embed(ops_for(plan), torch.bfloat16, DEVICE)
+
+
 @pytest.mark.parametrize("raw_dt", [-20.0, 2.0, 50.0, 1000.0])
 def test_any_step_is_finite_and_right(raw_dt):
     for slow in (-1e-4, -0.9):
@@ -205,7 +220,7 @@ def test_d01_steps_equal_the_full_forward_for_300_tokens(trained, dispatch, monk
         want = model(sequence[None].to(DEVICE))[0]
     gap = -want.topk(2).values.diff().squeeze(-1)
     fast = Decoder(model, 1)
-    assert fast._graph is not None
+    assert fast._graphs
     for length in (1, 63, 64, 65, 2000):
         logits, state = prefill(model, [sequence[:length]])
         rest = sequence[length : length + 300, None]

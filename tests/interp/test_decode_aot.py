@@ -82,8 +82,9 @@ def usable(plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype) -> bool
 def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
-    norms = 0 if batch == 1 else 1 if plan.staged else 3
-    assert len(found) == 9 + norms, "five a layer, embedding, head, two for the best id"
+    # Of a batch the head looks for its largest logits by itself.
+    extra = 1 if batch == 1 else 1 if plan.staged else 3
+    assert len(found) == 8 + extra, "five a layer, embedding, head, the best id; searches and norms"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
         stack = stack_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin")

@@ -26,6 +26,7 @@ from tests.decode_checks import (
     PRODUCTS,
     assert_best,
     assert_embed,
+    assert_head,
     assert_product,
     assert_ssd_step,
     relative,
@@ -54,6 +55,7 @@ FAULTS = {
     "state not kept": ("tl.store(at + N * P", "tl.store(at", "SSD step: state"),
     "C not conjugated": ("- c_im[:, None]", "+ c_im[:, None]", "SSD step: y"),
     "no norm of many": ("v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps)", "v = v", "in_proj"),
+    "another place of many": ("tl.store(places + to, place", "tl.store(places + to, 0", "best"),
 }
 
 
@@ -108,6 +110,10 @@ if INTERPRETED:
 
     def test_the_best_id_is_the_first_of_the_largest():
         assert_best(KernelOps(SMALL_PLAN), "cpu")
+
+    @pytest.mark.parametrize("batch", [1, 2, 20])
+    def test_the_head_finds_the_best_ids_with_and_without_logits(batch):
+        assert_head(KernelOps(SMALL_PLAN), batch, torch.float32, "cpu")
 
     @pytest.mark.parametrize("raw_dt", [-20.0, 2.0, 50.0, 1000.0])
     def test_any_step_is_finite_and_right(raw_dt):
