@@ -20,6 +20,8 @@ _WARPS = 4
 # Beyond this x does not fit the registers of a warp at batch 1.
 _LARGEST_VECTOR = 4096
 _SMALLEST_STATE = 16
+# Clocks. Of the products of a batch only this one gains.
+_REST = 500
 
 
 class Tiles(NamedTuple):
@@ -36,7 +38,8 @@ def tiles(inputs: int, outputs: int, gated: bool) -> Tiles | None:
     Thin slices read the weights on as many multiprocessors as can be; each program reads all of x.
     """
     rows = max(16, power_of_two(-(-outputs // _MULTIPROCESSORS)))
-    depth = max(64, min(256, power_of_two(inputs)))
+    # Beside thick ones there is little room for x, so that is in more and smaller pieces.
+    depth = max(64, min(128 if rows > 32 else 256, power_of_two(inputs)))
     rounds = -(-inputs // depth)
     weights = rounds * depth * rows * (2 if gated else 1) * 2
     ring = min(rounds, (_SHARED_BYTES - weights) // (_BATCH_TILE * depth * 2))
@@ -101,7 +104,8 @@ class StagedOps(KernelOps):
             _blocks(source, _BATCH_TILE, cut.inputs), _blocks(weight, cut.outputs, cut.inputs),
             out, batch, squares, eps, *left, K=inputs, M=outputs, BLOCK_B=_BATCH_TILE,
             BLOCK_M=cut.outputs, CHUNK=cut.inputs, RING=cut.ring,
-            PARTS=given.squares.shape[1] if given else 1, GATED=gated, ADD=add, num_warps=_WARPS,
+            PARTS=given.squares.shape[1] if given else 1, REST=_REST if gated else 0, GATED=gated,
+            ADD=add, num_warps=_WARPS,
         )  # fmt: skip
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
@@ -117,7 +121,7 @@ class StagedOps(KernelOps):
         self.launch(
             self.staged.staged_ssd_step_kernel, (batch * heads, channels // tile),
             proj, a[0], a[1], state, y, H=heads, N=width, P=channels, TILE_P=tile,
-            SLICE=min(width, 8 * warps), WARPS=warps, num_warps=warps,
+            SLICE=_SMALLEST_STATE, WARPS=warps, num_warps=warps,
         )  # fmt: skip
 
 

@@ -31,6 +31,31 @@ _transition = gluon.jit(decode._transition.fn)
 
 
 @gluon.jit
+def _rest(CLOCKS: gl.constexpr):
+    """Lets ``CLOCKS`` go by, about.
+
+    Where all programs of a kernel ask for all their weights at once, the predecessors' x waits
+    behind them.
+    """
+    if CLOCKS > 0:
+        gl.inline_asm_elementwise(
+            """{
+            .reg .u64 start, now;
+            .reg .pred early;
+            mov.u64 start, %clock64;
+            again:
+            nanosleep.u32 40;
+            mov.u64 now, %clock64;
+            sub.u64 now, now, start;
+            setp.lt.u64 early, now, $1;
+            @early bra again;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l", [gl.to_tensor(CLOCKS).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def staged_vector_kernel(
     x, norm, weight, out, eps,
     K: gl.constexpr, M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
@@ -85,13 +110,14 @@ def staged_vector_kernel(
 def staged_batch_kernel(
     x, weight, out, batch, squares, eps, scale, scaled, next_squares,
     K: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_M: gl.constexpr,
-    CHUNK: gl.constexpr, RING: gl.constexpr, PARTS: gl.constexpr,
+    CHUNK: gl.constexpr, RING: gl.constexpr, PARTS: gl.constexpr, REST: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M, blocks of B): ``batch_kernel`` in 16 bits, by 4 warps.
 
     x (B, K) and weight (M, K) are TMA descriptors of blocks (BLOCK_B, CHUNK) and (BLOCK_M, CHUNK);
-    RING blocks of x are under way at a time. What lies outside is read as 0.
+    RING blocks of x are under way at a time. What lies outside is read as 0. REST: clocks between
+    two blocks of weights.
 
     squares (B, PARTS): x is what its writer left for a norm. ADD: onto what ``out`` holds, and left
     for the next norm, whose scales are ``scale`` (M,), as ``scaled`` (B, M) and ``next_squares``
@@ -114,6 +140,8 @@ def staged_batch_kernel(
     weights_arrived = arrived.index(RING)
     mbarrier.expect(weights_arrived, ROUNDS * COLUMNS * CHUNK * 2)
     for i in gl.static_range(ROUNDS):
+        if i > 0:
+            _rest(REST)
         room = held.index(i)
         if GATED:
             gates, ups = room.slice(0, BLOCK_M, 0), room.slice(BLOCK_M, BLOCK_M, 0)
