@@ -20,8 +20,33 @@ _WARPS = 4
 # Beyond this x does not fit the registers of a warp at batch 1.
 _LARGEST_VECTOR = 4096
 _SMALLEST_STATE = 16
-# Clocks. Of the products of a batch only this one gains.
-_REST = 500
+_MANY_OUTPUTS = 2**14
+# Clocks between two pieces of weights; of the products of a batch only the gated one gains.
+_GATED_REST = 500
+
+
+class Slices(NamedTuple):
+    """A product at batch 1: outputs and warps of a program, inputs of a piece, clocks of a rest."""
+
+    outputs: int
+    warps: int
+    inputs: int
+    rest: int
+
+
+def slices(inputs: int, outputs: int, gated: bool, add: bool) -> Slices:
+    """Found by timing whole steps of the production model."""
+    if add:
+        return Slices(8, 8, inputs // 2, 1600) if inputs > 1024 else Slices(4, 4, 256, 800)
+    if outputs > _MANY_OUTPUTS:
+        # So many programs that they do not start together anyway.
+        return Slices(8, 4, inputs, 0)
+    # At least some 128 programs, of at most 64 KiB.
+    thin = power_of_two(outputs // 128 + 1) // 2
+    rows = max(4, min(16, thin, 2**15 // inputs // (2 if gated else 1)))
+    if gated and rows >= 8:
+        return Slices(rows, 8, inputs, 800)
+    return Slices(rows, 4, max(256, inputs // 2), 600)
 
 
 class Tiles(NamedTuple):
@@ -77,13 +102,12 @@ class StagedOps(KernelOps):
         if inputs != power_of_two(inputs) or not 256 <= inputs <= _LARGEST_VECTOR:
             super()._vector_product(x, weight, out, norm, gated, add)
             return
-        # A power of two, such that there are 256 programs or more.
-        rows = _WARPS if add else max(4, min(16, power_of_two(outputs // 256 + 1) // 2))
+        cut = slices(inputs, outputs, gated, add)
         scale, eps = (norm.scale, norm.eps) if norm else (None, 0.0)
         self.launch(
-            self.staged.staged_vector_kernel, (-(-outputs // rows),), x, scale, weight, out, eps,
-            K=inputs, M=outputs, ROWS=rows, WARPS=_WARPS, NORM=norm is not None, GATED=gated,
-            ADD=add, num_warps=_WARPS,
+            self.staged.staged_vector_kernel, (-(-outputs // cut.outputs),), x, scale, weight, out,
+            eps, K=inputs, M=outputs, ROWS=cut.outputs, WARPS=cut.warps, COLUMNS=cut.inputs,
+            REST=cut.rest, NORM=norm is not None, GATED=gated, ADD=add, num_warps=cut.warps,
         )  # fmt: skip
 
     def _batch_product(
@@ -104,8 +128,8 @@ class StagedOps(KernelOps):
             _blocks(source, _BATCH_TILE, cut.inputs), _blocks(weight, cut.outputs, cut.inputs),
             out, batch, squares, eps, *left, K=inputs, M=outputs, BLOCK_B=_BATCH_TILE,
             BLOCK_M=cut.outputs, CHUNK=cut.inputs, RING=cut.ring,
-            PARTS=given.squares.shape[1] if given else 1, REST=_REST if gated else 0, GATED=gated,
-            ADD=add, num_warps=_WARPS,
+            PARTS=given.squares.shape[1] if given else 1, REST=_GATED_REST if gated else 0,
+            GATED=gated, ADD=add, num_warps=_WARPS,
         )  # fmt: skip
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:

@@ -56,30 +56,45 @@ def _rest(CLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def _ask(room, at):
+    """Copies what is read once in a step, so the cache need not keep it."""
+    async_copy.async_copy_global_to_shared(room, at, eviction_policy="evict_first")
+
+
+@gluon.jit
 def staged_vector_kernel(
     x, norm, weight, out, eps,
     K: gl.constexpr, M: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, REST: gl.constexpr,
     NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of M), batch 1: ``vector_kernel``, a warp a row; K a power of two.
 
-    ADD: ROWS is WARPS.
+    Weights are asked for in pieces of (WARPS, COLUMNS), with REST clocks between. ADD: ROWS is
+    WARPS.
     """
     _announce(PDL)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    kind: gl.constexpr = weight.dtype.element_ty
     first = gl.program_id(0) * ROWS
     k = gl.arange(0, K, layout=gl.SliceLayout(0, WIDE))
-    # Rows beyond the end are read as the last one, and not stored.
-    rows = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)), M - 1)
-    at = weight + rows.to(gl.int64)[:, None] * K + k[None, :]
-    held = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
-    # Nobody reads a weight twice in a step.
-    async_copy.async_copy_global_to_shared(held, at, eviction_policy="evict_first")
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, WIDE))
+    held = gl.allocate_shared_memory(kind, [ROWS, K], PLAIN)
     if GATED:
-        held_up = gl.allocate_shared_memory(weight.dtype.element_ty, [ROWS, K], PLAIN)
-        up_at = at + M * K
-        async_copy.async_copy_global_to_shared(held_up, up_at, eviction_policy="evict_first")
+        held_up = gl.allocate_shared_memory(kind, [ROWS, K], PLAIN)
+    for i in gl.static_range(ROWS // WARPS):
+        # Rows beyond the end are read as the last one, and not stored.
+        row = first + i * WARPS + gl.arange(0, WARPS, layout=gl.SliceLayout(1, WIDE))
+        line = weight + gl.minimum(row, M - 1).to(gl.int64)[:, None] * K + column[None, :]
+        for start in gl.static_range(0, K, COLUMNS):
+            if i + start > 0:
+                _rest(REST)
+            _ask(held.slice(i * WARPS, WARPS, 0).slice(start, COLUMNS, 1), line + start)
+            if GATED:
+                _rest(REST)
+                room = held_up.slice(i * WARPS, WARPS, 0).slice(start, COLUMNS, 1)
+                _ask(room, line + (M * K + start))
     async_copy.commit_group()
     if NORM:
         scale = gl.load(norm + k).to(gl.float32)
@@ -231,9 +246,8 @@ def staged_ssd_step_kernel(
     held = gl.allocate_shared_memory(
         kind, [2 * N, TILE_P], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    # The state is of the last token, so it need not wait; nor need the cache keep it.
-    at = base + both[:, None] * P + p[None, :]
-    async_copy.async_copy_global_to_shared(held, at, eviction_policy="evict_first")
+    # The state is of the last token, so it need not wait.
+    _ask(held, base + both[:, None] * P + p[None, :])
     async_copy.commit_group()
     alpha = gl.load(a_re + head)
     omega = gl.load(a_im + head)
