@@ -34,8 +34,8 @@ _transition = gluon.jit(decode._transition.fn)
 def _rest(CLOCKS: gl.constexpr):
     """Lets ``CLOCKS`` go by, about.
 
-    Where all programs of a kernel ask for all their weights at once, the predecessors' x waits
-    behind them.
+    Found by timing whole steps (docs/LOG.md): a kernel's programs start together, and what they ask
+    for at once stands in the way of the kernels before them. In pieces it does so less.
     """
     if CLOCKS > 0:
         gl.inline_asm_elementwise(
