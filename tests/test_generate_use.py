@@ -167,6 +167,8 @@ def test_states_that_do_not_fit_are_refused(model, run_dir, tmp_path):
         other.load_state(tmp_path / "state")
     with pytest.raises(UserError, match="belongs to another model"):
         other.generate("", state=state)
+    with pytest.raises(UserError, match="belongs to another model"):
+        other.generate("", state=state, max_new_tokens=0)
     narrow = mamba3_lite.load(run_dir, device="cpu", dtype="bfloat16")
     assert narrow.load_state(tmp_path / "state").batch_size == 1, "the same model, narrower"
     with pytest.raises(UserError, match="holds 2 rows and there are 3 prompts"):

@@ -315,10 +315,10 @@ def _decode(
     eos_id: int | None,
     state_dtype: torch.dtype,
 ) -> Iterator[list[int | None]]:
-    if not max_new_tokens:
-        return
     with _evaluating(model), contextlib.ExitStack() as stack:
         after = read(model, prompts, state=state)
+        if not max_new_tokens:
+            return
         decoder = stack.enter_context(decoder_for(model, len(prompts), state_dtype=state_dtype))
         decoder.load(after.layers)
         running = [True] * len(prompts)
