@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mamba3_lite.inference.decode_ops import KernelOps, Norm, PlainOps, norm_parts
 from mamba3_lite.inference.decode_staged import tiles
+from mamba3_lite.inference.decode_weights import STEPS
+from mamba3_lite.inference.decoder import Decoder
 from mamba3_lite.models.mamba_block import Mamba3Block
 from mamba3_lite.models.transformer import Mamba3Transformer
 
@@ -137,6 +139,28 @@ def assert_head(ops: KernelOps, batch: int, dtype: torch.dtype, device: str) -> 
     weight[width - 1] = float("nan")
     ops.head(x, weight, logits, ids, found, norm=norm)
     assert found[:, 1].isnan().all() and ((ids >= 0) & (ids < width)).all()
+
+
+def assert_greedy(decoder: Decoder, state: list[Tensor], ids: Tensor) -> None:
+    """Several steps at a time, and then one: ids, logits and states of single steps, to the bit."""
+    decoder.load(state)
+    next_ids, want, largest = ids, [], []
+    for _ in range(STEPS + 1):
+        logits = decoder.step(next_ids).clone()
+        next_ids = logits.argmax(-1)
+        want.append(next_ids)
+        largest.append(logits.amax(-1).double())
+    kept = decoder.state()
+    decoder.load(state)
+    many, found = decoder.greedy(ids, STEPS + 1)
+    found = found.clone()
+    assert len(found) == STEPS and torch.equal(many, want[-2])
+    last, rest = decoder.greedy(many, 1)
+    assert len(rest) == 1 and torch.equal(last, want[-1])
+    found = torch.cat([found, rest])
+    assert torch.equal(found[..., 0], torch.stack(want).double())
+    assert torch.equal(found[..., 1], torch.stack(largest))
+    assert all(map(torch.equal, decoder.state(), kept))
 
 
 def assert_ssd_step(

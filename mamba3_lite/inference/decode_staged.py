@@ -19,6 +19,7 @@ _BATCH_TILE = 64
 _WARPS = 4
 # Beyond this x does not fit the registers of a warp at batch 1.
 _LARGEST_VECTOR = 4096
+# Also the rows of a state that a program of the SSD step works on at a time.
 _SMALLEST_STATE = 16
 _MANY_OUTPUTS = 2**14
 # Clocks between two pieces of weights; of the products of a batch only the gated one gains.

@@ -23,6 +23,7 @@ from tests.decode_checks import (
     STAGED_KERNELS,
     assert_best,
     assert_embed,
+    assert_greedy,
     assert_head,
     assert_product,
     assert_ssd_step,
@@ -229,6 +230,15 @@ def test_d01_steps_equal_the_full_forward_for_300_tokens(trained, dispatch, monk
         assert float((got - truth).abs().max()) < 1e-4, length
         clear = gap[length - 1 : length + 300] > 1e-4
         assert torch.equal(got.argmax(-1)[clear], truth.argmax(-1)[clear]), length
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_greedy_steps_are_those_one_by_one(trained, dtype, batch):
+    model = trained if dtype == torch.float32 else copy.deepcopy(trained).bfloat16()
+    _, state = prefill(trained, [tokens(40, seed=i) for i in range(batch)])
+    ids = torch.arange(batch, device=DEVICE) % trained.cfg.vocab_size
+    assert_greedy(Decoder(model, batch), state, ids)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])

@@ -26,6 +26,7 @@ from tests.decode_checks import (
     PRODUCTS,
     assert_best,
     assert_embed,
+    assert_greedy,
     assert_head,
     assert_product,
     assert_ssd_step,
@@ -140,6 +141,12 @@ if INTERPRETED:
             ids = want.argmax(-1)
         for ours, theirs in zip(fused.state(), plain.state(), strict=True):
             assert ours.dtype == torch.float32 and relative(ours, theirs) < 1e-5
+
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_several_greedy_steps_are_those_one_by_one(batch):
+        model = decode_checks.model("cpu")
+        _, state = prefill(model, [[3 + i, 5, 8] for i in range(batch)])
+        assert_greedy(Decoder(model, batch), state, torch.arange(batch))
 
     # case D05
     def test_a_state_in_bfloat16_drifts_and_one_in_float32_does_not_d05():
