@@ -31,6 +31,7 @@ from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decoder
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.inference.decode_staged import ops_for
+from mamba3_lite.inference.decode_step import run_steps
 from mamba3_lite.inference.decode_weights import STEPS
 from mamba3_lite.inference.decoder import Decoder, PlainDecoder, StepDecoder
 from mamba3_lite.inference.generate import choose_dispatch, load_model, prefill, stream
@@ -174,9 +175,14 @@ def plan_us(model: Mamba3Transformer, batch: int) -> dict[str, float | str]:
 
 
 def part_us(fast: Decoder) -> dict[str, float]:
-    """Microseconds that each kind of kernel takes in a step if only that kind runs."""
+    """Microseconds that each kind of kernel takes in a step if only that kind runs.
+
+    Empty where one kernel does all.
+    """
+    found: dict[str, float] = {}
+    if fast.plan.resident:
+        return found
     ops = ops_for(fast.plan)
-    found = {}
     kinds = ("product", "ssd_step", "head")
     for kind in kinds:
         only = copy.copy(ops)
@@ -185,7 +191,7 @@ def part_us(fast: Decoder) -> dict[str, float]:
                 setattr(only, other, _nothing)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            fast._run(only)
+            run_steps(only, fast.weights, fast.buffers, 1)
         found[kind] = round(decoder._microseconds(graph), 1)
     return found
 

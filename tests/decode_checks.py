@@ -30,9 +30,26 @@ KERNELS = (
     "embed_kernel", "vector_kernel", "batch_kernel", "norm_kernel", "largest_kernel", "best_kernel",
     "ssd_step_kernel",
 )  # fmt: skip
-STAGED_KERNELS = ("staged_vector_kernel", "staged_batch_kernel", "staged_ssd_step_kernel")
+STAGED_KERNELS = (
+    "staged_vector_kernel", "staged_batch_kernel", "staged_head_kernel", "staged_ssd_step_kernel",
+)  # fmt: skip
 # heads, state_dim, head_dim
 HEADS = ((2, 8, 16), (1, 64, 64), (3, 5, 7), (2, 128, 16), (2, 16, 256))
+
+
+# What the resident kernel takes: the production model's layers, units of each size, one to four
+# pieces, each slice of a head. The first ones of a small model are for all of them.
+RESIDENT_MODEL = {
+    "vocab_size": 5003, "n_layers": 3, "d_model": 256, "n_heads": 4, "head_dim": 64,
+    "state_dim": 64, "ffn_dim": 512, "init_std": 0.05,
+}  # fmt: skip
+RESIDENT_SHAPES = {
+    "production": {"d_model": 1024, "n_heads": 16, "ffn_dim": 2048, "vocab_size": 50257},
+    "small": {},
+    "three pieces": {"d_model": 768, "n_heads": 12, "ffn_dim": 1024},
+    "narrow heads": {"d_model": 512, "n_heads": 16, "head_dim": 32, "state_dim": 16},
+    "wide state": {"d_model": 512, "n_heads": 8, "head_dim": 64, "state_dim": 128},
+}
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -134,6 +151,7 @@ def assert_head(ops: KernelOps, batch: int, dtype: torch.dtype, device: str) -> 
     ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
     assert torch.equal(found, before) and torch.equal(found[:, 0], ids.double())
     x[-1, 3] = float("nan")
+    norm = norm_of(x)
     ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
     assert found[-1, 1].isnan() and torch.equal(found[:-1], before[:-1])
     weight[width - 1] = float("nan")

@@ -253,7 +253,7 @@ class KernelOps:
             self._vector_product(x, weight, logits, norm, False, False)
             self.best(logits, ids, found)
             return
-        largest = _room(batch, -(-width // self._batch_rows(width, 1)), logits.device)
+        largest = room_for_largest(batch, -(-width // self._batch_rows(width, 1)), logits.device)
         x = self._normed(x, norm)
         self._launch_batch(x, weight, logits, largest=largest, keep=keep)
         self._best_of(largest, ids, found)
@@ -261,7 +261,7 @@ class KernelOps:
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """See :meth:`PlainOps.best`."""
         batch, width = logits.shape
-        largest = _room(batch, -(-width // _BEST_BLOCK), logits.device)
+        largest = room_for_largest(batch, -(-width // _BEST_BLOCK), logits.device)
         self.launch(
             self.kernels.largest_kernel, largest[0].shape, logits, *largest,
             M=width, BLOCK=_BEST_BLOCK, num_warps=4,
@@ -287,7 +287,7 @@ class KernelOps:
         )  # fmt: skip
 
 
-def _room(batch: int, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def room_for_largest(batch: int, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For the largest of each block of logits, and where."""
     kinds = torch.float32, torch.int32
     values, places = (torch.empty(batch, blocks, dtype=kind, device=device) for kind in kinds)

@@ -4,6 +4,7 @@ A plan changes speed, and results only by rounding. The choice for a (GPU, versi
 precision, batch size) is kept on disk, so that equal seeds give equal text in every process.
 """
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ _FILE = "decode_plans.json"
 # Gluon is still experimental: what another version of Triton makes of it has not been seen.
 _GLUON_OF = "3.6."
 _SOURCES = (
-    "kernels/decode.py", "kernels/decode_staged.py", "kernels/fused.py",
-    "inference/decode_ops.py", "inference/decode_plans.py", "inference/decode_staged.py",
+    "kernels/decode.py", "kernels/decode_staged.py", "kernels/decode_resident.cu",
+    "kernels/fused.py", "inference/decode_ops.py", "inference/decode_plans.py",
+    "inference/decode_staged.py", "inference/decode_resident.py",
 )  # fmt: skip
 
 
@@ -33,7 +35,8 @@ class Plan(NamedTuple):
     shared: what part of the cache all kernels ask for as shared memory, in percent; -1: each asks
         for what it needs.
     staged: by the kernels of ``kernels/decode_staged.py``, in 16 bits on Hopper, where they fit.
-        Of a batch only the head is then left for what this plan says of products.
+        What does not fit them is left for what this plan says of products.
+    resident: whole steps by ``kernels/decode_resident.cu``, where it fits. Nothing else counts.
     """
 
     pdl: bool
@@ -47,12 +50,14 @@ class Plan(NamedTuple):
     state_warps: int
     shared: int = -1
     staged: bool = False
+    resident: bool = False
 
 
 # Wide operands and small shared memories: a last resort, and what float32 takes.
 SMALL_PLAN = Plan(False, 4, 4096, 64, 16, 32, 40 * 2**10, 1024, 4)
 _VECTOR = SMALL_PLAN._replace(pdl=True)
 VECTOR_PLANS = (
+    SMALL_PLAN._replace(resident=True),
     _VECTOR._replace(state=2048, state_warps=2, staged=True),
     _VECTOR,
     _VECTOR._replace(weights=8192, state=2048),
@@ -69,6 +74,15 @@ BATCH_PLANS = (
 )
 
 
+def resident_kernels(device: torch.device) -> bool:
+    """Whether this GPU is one that they were written for, and the bindings of CUDA are there."""
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    try:
+        return hopper and importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Plan]:
     """What is worth trying here."""
     if device.type != "cuda":
@@ -82,8 +96,16 @@ def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Pla
     import triton
 
     major, _ = torch.cuda.get_device_capability(device)
-    staged = major == 9 and dtype != torch.float32 and triton.__version__.startswith(_GLUON_OF)
-    return [plan for plan in plans if (major >= 9 or not plan.pdl) and (staged or not plan.staged)]
+    narrow = major == 9 and dtype != torch.float32
+    staged = narrow and triton.__version__.startswith(_GLUON_OF)
+    resident = narrow and resident_kernels(device)
+    return [
+        plan
+        for plan in plans
+        if (major >= 9 or not plan.pdl)
+        and (staged or not plan.staged)
+        and (resident or not plan.resident)
+    ]
 
 
 def key(device: torch.device, dtype: torch.dtype, shape: str) -> str:

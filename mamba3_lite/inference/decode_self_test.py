@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from mamba3_lite.inference.decode_ops import Norm, PlainOps
-from mamba3_lite.inference.decode_weights import Buffers, Weights
+from mamba3_lite.inference.decode_resident import Resident
+from mamba3_lite.inference.decode_step import run_steps
+from mamba3_lite.inference.decode_weights import Buffers, LayerWeights, Weights
 
 # Relative L2 limits: rounded operands and results alone cost 3e-3.
 _LIMITS = {torch.float32: 1e-4}
@@ -91,5 +93,44 @@ def problem(ops, weights: Weights, buffers: Buffers) -> str | None:
     test.product("down", b.act, layer.down, b.x, add=True, following=norm1)
     # Once more, since the first was of what the embedding left.
     test.product("in_proj", b.x, layer.in_proj, b.proj, norm=norm1)
+    test.product("down", b.act, layer.down, b.x, add=True, following=norm_f)
     test.head(weights, b, norm_f)
     return test.found
+
+
+def problem_of_steps(resident: Resident, weights: Weights, buffers: Buffers) -> str | None:
+    """The same of a kernel of whole steps: the first and the last layer, each alone with a head."""
+    test, b = _Test(None, weights, buffers), buffers
+    columns = _some(b.logits.shape[1], b.x.device)
+    for first in sorted({0, len(weights.layers) - 1}):
+        b.ids.fill_((first * 7919 + 1) % len(weights.embed))
+        test.draw(b.state[first])
+        want = _twin(weights, weights.layers[first], b, b.state[first], columns)
+        before = b.state[first].clone(), b.ids.clone()
+        for steps in (1, 2):
+            b.state[first].copy_(before[0])
+            b.ids.copy_(before[1])
+            resident.run(steps, first=first, layers=1)
+            if steps == 1:
+                test.judge("logits", b.logits[:, columns], want.logits, b.x.dtype)
+                test.judge("state", b.state[first], want.state[0], b.x.dtype)
+                where, largest = b.logits.argmax(-1), b.logits.double().amax(-1)
+            if not torch.equal(b.best[0, 0], torch.cat([where.double(), largest])):
+                test.found = test.found or "best: another id"
+    return test.found
+
+
+def _twin(
+    weights: Weights, layer: LayerWeights, b: Buffers, state: Tensor, columns: Tensor
+) -> Buffers:
+    """What a step of one layer leaves in float64, with some of the head's columns."""
+    wide = b._replace(**{name: torch.zeros_like(t).double() for name, t in b._asdict().items()})
+    wide = wide._replace(
+        ids=torch.zeros_like(b.ids), logits=wide.logits[:, columns], state=state[None].double()
+    )
+    given = Weights(
+        weights.embed[b.ids].double(), [LayerWeights(*(t.double() for t in layer))],
+        weights.norm_f.double(), weights.head[columns].double(), weights.eps,
+    )  # fmt: skip
+    run_steps(PlainOps(), given, wide, 1)
+    return wide

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mamba3_lite.inference.decode_ops import KernelOps, Norm, power_of_two
+from mamba3_lite.inference.decode_ops import KernelOps, Norm, power_of_two, room_for_largest
 from mamba3_lite.inference.decode_plans import Plan
 from mamba3_lite.models.transformer import ModelConfig
 
@@ -22,6 +22,9 @@ _LARGEST_VECTOR = 4096
 # Also the rows of a state that a program of the SSD step works on at a time.
 _SMALLEST_STATE = 16
 _MANY_OUTPUTS = 2**14
+# The head: outputs and inputs of a block, and the shared memory of a program, which has no other
+# beside it.
+_HEAD_ROWS, _HEAD_CHUNK, _HEAD_BYTES = 32, 256, 224 * 2**10
 # Clocks between two pieces of weights; of the products of a batch only the gated one gains.
 _GATED_REST = 500
 
@@ -132,6 +135,38 @@ class StagedOps(KernelOps):
             PARTS=given.squares.shape[1] if given else 1, REST=_GATED_REST if gated else 0,
             GATED=gated, ADD=add, num_warps=_WARPS,
         )  # fmt: skip
+
+    def head(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        logits: Tensor,
+        ids: Tensor,
+        found: Tensor,
+        *,
+        norm: Norm,
+        keep: bool = True,
+    ) -> None:
+        """See :meth:`PlainOps.head`."""
+        (batch, inputs), width = x.shape, logits.shape[1]
+        rounds = -(-inputs // _HEAD_CHUNK)
+        stages = (_HEAD_BYTES // 2 // _HEAD_CHUNK - rounds * _BATCH_TILE) // _HEAD_ROWS
+        if batch == 1 or stages < 2 or inputs % 8:
+            super().head(x, weight, logits, ids, found, norm=norm, keep=keep)
+            return
+        blocks = -(-width // _HEAD_ROWS)
+        span = -(-blocks // _MULTIPROCESSORS)
+        largest = room_for_largest(batch, -(-blocks // span), logits.device)
+        self.launch(
+            self.staged.staged_head_kernel,
+            (-(-blocks // span), -(-batch // _BATCH_TILE)),
+            _blocks(norm.scaled, _BATCH_TILE, _HEAD_CHUNK),
+            _blocks(weight, _HEAD_ROWS, _HEAD_CHUNK), logits, batch, norm.squares, norm.eps,
+            *largest, K=inputs, M=width, BLOCK_B=_BATCH_TILE, BLOCK_M=_HEAD_ROWS,
+            CHUNK=_HEAD_CHUNK, RING=min(stages, span * rounds), TILES=span,
+            PARTS=norm.squares.shape[1], KEEP=keep, num_warps=_WARPS,
+        )  # fmt: skip
+        self._best_of(largest, ids, found)
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""

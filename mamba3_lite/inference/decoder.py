@@ -7,8 +7,9 @@ Legend: B batch, V vocabulary, H heads, N complex state width, D channels of a h
 """
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor
 from mamba3_lite import env
 from mamba3_lite.errors import UserError
 from mamba3_lite.inference import decode_plans, decode_self_test
-from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE, KernelOps, Norm
+from mamba3_lite.inference.decode_ops import LARGEST_INPUT, LARGEST_STATE
 from mamba3_lite.inference.decode_plans import Plan
+from mamba3_lite.inference.decode_resident import Resident, ResidentError, cut
 from mamba3_lite.inference.decode_staged import fits, ops_for
+from mamba3_lite.inference.decode_step import run_steps
 from mamba3_lite.inference.decode_weights import STEPS, Buffers, Weights, make_buffers, prepare
 from mamba3_lite.models.ssd_fused import HAS_TRITON
 from mamba3_lite.models.transformer import Mamba3Transformer, ModelConfig
@@ -159,39 +162,26 @@ class Decoder:
         if count in self._graphs:
             self._graphs[count].replay()
         else:
-            self._run(ops_for(self.plan), count)
+            self._runner(self.plan)(count)
 
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
 
-    def _run(self, ops: KernelOps, steps: int = 1) -> None:
-        """Steps: ids and state in, the best ids and state out, in the buffers.
-
-        So are the logits of a single step. Of several, each reads the ids of the one before.
-        """
-        for found in self.buffers.best[:steps]:
-            self._run_one(ops, found, keep=steps == 1)
-
-    def _run_one(self, ops: KernelOps, found: Tensor, keep: bool) -> None:
-        w, b = self.weights, self.buffers
-        scales = [scale for layer in w.layers for scale in (layer.norm1, layer.norm2)]
-        norms = [Norm(scale, w.eps, b.scaled, b.squares) for scale in (*scales, w.norm_f)]
-        ops.embed(b.ids, w.embed, b.x, following=norms[0])
-        for i, layer in enumerate(w.layers):
-            before, between, behind = norms[2 * i : 2 * i + 3]
-            ops.product(b.x, layer.in_proj, b.proj, norm=before)
-            ops.ssd_step(b.proj, layer.a, b.state[i], b.y)
-            ops.product(b.y, layer.mixer, b.x, add=True, following=between)
-            ops.product(b.x, layer.gate_up, b.act, norm=between, gated=True)
-            ops.product(b.act, layer.down, b.x, add=True, following=behind)
-        ops.head(b.x, w.head, b.logits, b.ids, found, norm=norms[-1], keep=keep)
+    def _runner(self, plan: Plan) -> Callable[[int], None]:
+        """Runs so many steps as a plan wants them, see ``decode_step.py:run_steps``."""
+        if plan.resident:
+            return Resident(self.weights, self.buffers).run
+        return functools.partial(run_steps, ops_for(plan), self.weights, self.buffers)
 
     def _problem(self, plan: Plan) -> str | None:
         from triton.runtime.errors import OutOfResources
 
         try:
+            if plan.resident:
+                resident = Resident(self.weights, self.buffers)
+                return decode_self_test.problem_of_steps(resident, self.weights, self.buffers)
             return decode_self_test.problem(ops_for(plan), self.weights, self.buffers)
-        except OutOfResources as problem:
+        except (OutOfResources, ResidentError) as problem:
             return str(problem)
 
     def _tested(self, plan: Plan) -> Plan:
@@ -201,22 +191,29 @@ class Decoder:
         return plan
 
     def _captured(self, plan: Plan, steps: int = 1) -> torch.cuda.CUDAGraph:
-        ops = ops_for(plan)
+        run = self._runner(plan)
         here = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(here)
         with torch.cuda.stream(side):  # kernels are compiled and loaded before a capture
-            self._run(ops, min(steps, 2))
+            run(min(steps, 2))
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._run(ops, steps)
+            run(steps)
         return graph
+
+    def _takes(self, plan: Plan, cfg: ModelConfig, batch: int) -> bool:
+        """Whether a plan is for models of this shape."""
+        if plan.resident:
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            return cut(self.weights, self.buffers, processors) is not None
+        return not plan.staged or fits(cfg, batch)
 
     def _choose(self, cfg: ModelConfig, dtype: torch.dtype, batch: int) -> Plan:
         """The remembered plan, or the fastest of those that give the right results."""
         plans = decode_plans.candidates(self.device, dtype, batch)
-        plans = [plan for plan in plans if not plan.staged or fits(cfg, batch)]
+        plans = [plan for plan in plans if self._takes(plan, cfg, batch)]
         if len(plans) == 1:
             return self._tested(plans[0])
         name = decode_plans.key(self.device, dtype, self._shape)

@@ -226,6 +226,88 @@ def staged_batch_kernel(
         gl.store(at, gl.convert_layout(acc.to(kind), ROWS), mask=inside)
 
 
+@gluon.jit(do_not_specialize=["batch"])
+def staged_head_kernel(
+    x, weight, out, batch, squares, eps, values, places,
+    K: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_M: gl.constexpr,
+    CHUNK: gl.constexpr, RING: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr,
+    KEEP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (spans of TILES blocks of M, blocks of B): a product of so many outputs that x stays.
+
+    x, weight and squares as in ``staged_batch_kernel``, but here x waits in shared memory and RING
+    blocks of weights are under way at a time. values, places (B, spans): of each span the largest
+    output and where, as in ``largest_kernel``. Without KEEP ``out`` (B, M) is not written.
+    """
+    _announce(PDL)
+    ROUNDS: gl.constexpr = (K + CHUNK - 1) // CHUNK
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16]
+    )
+    first = gl.program_id(0) * (TILES * BLOCK_M)
+    row = gl.program_id(1) * BLOCK_B
+    held = gl.allocate_shared_memory(x.dtype, [ROUNDS, BLOCK_B, CHUNK], x.layout)
+    ring = gl.allocate_shared_memory(weight.dtype, [RING, BLOCK_M, CHUNK], weight.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [RING + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING + 1):
+        mbarrier.init(arrived.index(i), count=1)
+    for i in gl.static_range(RING):
+        mbarrier.expect(arrived.index(i), BLOCK_M * CHUNK * 2)
+        at = [first + (i // ROUNDS) * BLOCK_M, (i % ROUNDS) * CHUNK]
+        tma.async_copy_global_to_shared(weight, at, arrived.index(i), ring.index(i))
+    mbarrier.expect(arrived.index(RING), ROUNDS * BLOCK_B * CHUNK * 2)
+    _wait(PDL)
+    for i in gl.static_range(ROUNDS):
+        tma.async_copy_global_to_shared(x, [row, i * CHUNK], arrived.index(RING), held.index(i))
+    ACROSS: gl.constexpr = min(PARTS, 128) // 4
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    whose = gl.minimum(row + gl.arange(0, BLOCK_B, gl.SliceLayout(1, SUMS)), batch - 1)
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, SUMS))
+    parts = gl.load(squares + whose[:, None] * PARTS + part[None, :])
+    factor = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / K + eps), gl.SliceLayout(1, ACC))
+    b = row + gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
+    best = gl.full([BLOCK_B, BLOCK_M], float("-inf"), gl.float32, layout=ACC)
+    place = gl.full([BLOCK_B, BLOCK_M], M - 1, gl.int32, layout=ACC)
+    mbarrier.wait(arrived.index(RING), 0)
+    for tile in range(TILES):
+        acc = gl.zeros([BLOCK_B, BLOCK_M], gl.float32, layout=ACC)
+        for i in gl.static_range(ROUNDS):
+            round = tile * ROUNDS + i
+            slot = round % RING
+            mbarrier.wait(arrived.index(slot), (round // RING) % 2)
+            w = ring.index(slot).permute((1, 0))
+            acc = warpgroup_mma(held.index(i), w, acc, is_async=True)
+            # All but the last one are done: what it read makes room.
+            acc = warpgroup_mma_wait(1 if i > 0 else 0, deps=(acc,))
+            coming = round - 1 + RING
+            if (round > 0) & (coming < TILES * ROUNDS):
+                free = (round - 1) % RING
+                mbarrier.expect(arrived.index(free), BLOCK_M * CHUNK * 2)
+                at_m, at_k = first + (coming // ROUNDS) * BLOCK_M, (coming % ROUNDS) * CHUNK
+                tma.async_copy_global_to_shared(
+                    weight, [at_m, at_k], arrived.index(free), ring.index(free)
+                )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        m = first + tile * BLOCK_M + column
+        logits = acc * factor[:, None]
+        if KEEP:
+            inside = (b < batch)[:, None] & (m < M)[None, :]
+            gl.store(out + b.to(gl.int64)[:, None] * M + m[None, :], logits, mask=inside)
+        # A NaN stays; among equals the first does.
+        more = ((logits > best) | (logits != logits)) & (m < M)[None, :]
+        best = gl.where(more, logits, best)
+        place = gl.where(more, m[None, :], place)
+    for i in gl.static_range(RING + 1):
+        mbarrier.invalidate(arrived.index(i))
+    wrong = gl.sum((best != best).to(gl.int32), 1)
+    largest = gl.max(best, 1)
+    place = gl.min(gl.where(best == largest[:, None], place, M - 1), 1)
+    to = b * gl.num_programs(0) + gl.program_id(0)
+    gl.store(values + to, gl.where(wrong > 0, float("nan"), largest), mask=b < batch)
+    gl.store(places + to, place, mask=b < batch)
+
+
 @gluon.jit
 def staged_ssd_step_kernel(
     proj, a_re, a_im, state, y,

@@ -4,6 +4,7 @@ A plan changes speed, never results. Which one runs is decided once for a (GPU, 
 precision) and kept on disk, so that no later process tests or times again.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -94,13 +95,18 @@ def read_choices(file: str) -> dict[str, Any]:
 def keep_choice(file: str, name: str, choice: Any) -> None:
     """Adds a choice; a folder that cannot be written only means choosing again next time."""
     text = json.dumps({**read_choices(file), name: choice}, indent=2)
+    with contextlib.suppress(RuntimeError):  # as in read_choices
+        keep_bytes(choices_path(file), text.encode())
+
+
+def keep_bytes(path: Path, data: bytes) -> None:
+    """A file of the cache, whole or not at all; without it some work is done again."""
     try:
-        path = choices_path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as kept:
-            kept.write(text)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as kept:
+            kept.write(data)
         os.replace(kept.name, path)
-    except (OSError, RuntimeError):
+    except OSError:
         return
 
 

@@ -61,7 +61,9 @@ def trained(tmp_path_factory) -> Mamba3Transformer:
 
 
 def plans_for(batch: int, dtype: torch.dtype) -> list[Plan]:
-    return decode_plans.candidates(torch.device(DEVICE), dtype, batch)
+    """Those whose steps are operations."""
+    found = decode_plans.candidates(torch.device(DEVICE), dtype, batch)
+    return [plan for plan in found if not plan.resident]
 
 
 def staged_plans(batch: int) -> list[Plan]:
@@ -187,7 +189,7 @@ def test_every_candidate_is_right_at_the_production_shape_a04(batch):
 
 @pytest.mark.parametrize(
     "batch, plan",
-    [(1, plan) for plan in VECTOR_PLANS[:2]] + [(64, plan) for plan in BATCH_PLANS[:3]],
+    [(1, plan) for plan in VECTOR_PLANS[1:3]] + [(64, plan) for plan in BATCH_PLANS[:3]],
 )
 def test_overlapping_kernels_change_no_bit(batch, plan):
     """A kernel that read before its predecessor had written would, sooner or later."""

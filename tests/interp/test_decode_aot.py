@@ -1,22 +1,25 @@
 """Without a GPU: every launch of a decoding step compiles for A100 and H200, and fits them."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mamba3_lite import env
-from mamba3_lite.inference import decode_weights
+from mamba3_lite.inference import decode_resident, decode_weights
 from mamba3_lite.inference.decode_plans import BATCH_PLANS, SMALL_PLAN, VECTOR_PLANS, Plan
 from mamba3_lite.inference.decode_staged import fits, ops_for
-from mamba3_lite.inference.decoder import Decoder
+from mamba3_lite.inference.decode_step import run_steps
 from mamba3_lite.models import ssd_triton
 from mamba3_lite.models.transformer import ModelConfig
-from tests.decode_checks import KERNELS, STAGED_KERNELS
+from tests import decode_checks
+from tests.decode_checks import KERNELS, RESIDENT_MODEL, RESIDENT_SHAPES, STAGED_KERNELS
 from tests.fused_checks import Launch, _Watched
 from tests.interp.test_fused_aot import assert_fits, distinct
-from tests.interp.test_per_chunk_aot import stack_bytes
+from tests.interp.test_per_chunk_aot import SHARED_LIMIT_BYTES, resource_usage, stack_bytes
 
 pytestmark = pytest.mark.skipif(
     not ssd_triton.HAS_TRITON or env.read("TRITON_INTERPRET") == "1",
@@ -47,16 +50,14 @@ def launches(
         down=empty(cfg.d_model, cfg.ffn_dim),
     )  # fmt: skip
     embed = empty(cfg.vocab_size, cfg.d_model)
-    decoder = object.__new__(Decoder)
-    decoder.weights = decode_weights.Weights(embed, [layer], empty(cfg.d_model), embed, 1e-5)
-    decoder.buffers, decoder.device = buffers, buffers.x.device
+    weights = decode_weights.Weights(embed, [layer], empty(cfg.d_model), embed, 1e-5)
     with pytest.MonkeyPatch.context() as patch:
         for name in KERNELS:
             patch.setattr(decode, name, _Watched(getattr(decode, name), found, False))
         for name in STAGED_KERNELS:
             watched = _Watched(getattr(decode_staged, name), found, False)
             patch.setattr(decode_staged, name, watched)
-        decoder._run(ops_for(plan))
+        run_steps(ops_for(plan), weights, buffers, 1)
     return found
 
 
@@ -77,13 +78,13 @@ def usable(plan: Plan, cfg: ModelConfig, batch: int, dtype: torch.dtype) -> bool
 @pytest.mark.parametrize("arch", [OLDEST, NEWEST])
 @pytest.mark.parametrize(
     "batch, plan",
-    [(1, VECTOR_PLANS[0]), (1, VECTOR_PLANS[1]), (64, BATCH_PLANS[0]), (64, BATCH_PLANS[2])],
+    [(1, VECTOR_PLANS[1]), (1, VECTOR_PLANS[2]), (64, BATCH_PLANS[0]), (64, BATCH_PLANS[2])],
 )
 def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
     plan = supported(plan, arch)
     found = launches(plan, PRODUCTION, batch, torch.bfloat16, torch.float32)
-    # Of a batch the head looks for its largest logits by itself.
-    extra = 1 if batch == 1 else 1 if plan.staged else 3
+    # Of a batch the head looks for its largest logits by itself, and staged kernels need no norms.
+    extra = 1 if batch == 1 else 0 if plan.staged else 3
     assert len(found) == 8 + extra, "five a layer, embedding, head, the best id; searches and norms"
     for launch in distinct(found):
         compiled = assert_fits(launch, arch)
@@ -102,7 +103,7 @@ def test_a_step_compiles_and_fits(batch, plan, arch, tmp_path):
         elif name in STAGED_KERNELS:
             early, late = code.split("griddepcontrol.wait")
             assert "cp.async" in early and "st.global" not in early
-            assert ("wgmma" in late) is (name == "staged_batch_kernel")
+            assert ("wgmma" in late) is (name in ("staged_batch_kernel", "staged_head_kernel"))
         elif name == "batch_kernel" and plan.pdl:
             early = code.split("griddepcontrol.wait")[0]
             assert "prefetch.global.L2" in early and "ld.global" not in early
@@ -121,10 +122,52 @@ def test_campaign_every_launch_compiles_and_fits(dtype, arch):
     for cfg in (PRODUCTION, odd, wide):
         for batch in (1, 2, 64):
             for state in (torch.float32, torch.bfloat16):
-                narrow = VECTOR_PLANS if batch == 1 else BATCH_PLANS
+                narrow = VECTOR_PLANS[1:] if batch == 1 else BATCH_PLANS
                 plans = (SMALL_PLAN, *(() if dtype == torch.float32 and batch > 1 else narrow))
                 for plan in (supported(plan, arch) for plan in plans):
                     if usable(plan, cfg, batch, dtype):
                         every += launches(plan, cfg, batch, dtype, state)
     for launch in distinct(every):
         assert_fits(launch, arch)
+
+
+def resident(
+    state_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.bfloat16, batch: int = 1,
+    processors: int = 132, **changes: Any,
+) -> tuple[decode_resident.Cut | None, list[str]]:  # fmt: skip
+    """How a model is shared out on an H200, and what the kernel is compiled with for it."""
+    model = decode_checks.model("cpu", **{**RESIDENT_MODEL, **changes})
+    weights = decode_weights.prepare(model, dtype)
+    buffers = decode_weights.make_buffers(model.cfg, batch, dtype, state_dtype, torch.device("cpu"))
+    found = decode_resident.cut(weights, buffers, processors)
+    return found, decode_resident.macros(weights, buffers, found) if found else []
+
+
+@pytest.mark.skipif(find_spec("cuda") is None, reason="needs the bindings of CUDA, and NVRTC")
+@pytest.mark.parametrize("shape", RESIDENT_SHAPES)
+def test_the_resident_kernel_compiles_and_fits(shape, tmp_path):
+    source = decode_resident.SOURCE.read_text()
+    for dtype, state_dtype in (
+        (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16),
+    ):  # fmt: skip
+        found, options = resident(state_dtype, dtype, **RESIDENT_SHAPES[shape])
+        if found is None:
+            assert shape == "wide state" and state_dtype == torch.bfloat16
+            continue
+        code = decode_resident.compile_source(source, options)
+        usage = resource_usage(code, tmp_path / "kernel.cubin")
+        assert usage["STACK"] <= 64, usage
+        assert usage["SHARED"] + found.ring_bytes <= SHARED_LIMIT_BYTES[NEWEST]
+        # All programs at once on an H200, and each has rows of in_proj.
+        assert 66 < found.programs <= 132
+
+
+def test_models_and_gpus_that_the_resident_kernel_leaves_alone():
+    production = RESIDENT_SHAPES["production"]
+    assert resident(**production)[0] == (1024, 132, 100)
+    for changes in (
+        {"batch": 2}, {"dtype": torch.float32}, {"d_model": 1000}, {"n_heads": 17},
+        {"ffn_dim": 8192}, {"state_dim": 48}, {"state_dim": 256}, {"head_dim": 4},
+        {"processors": 66},
+    ):  # fmt: skip
+        assert resident(**{**production, **changes})[0] is None, changes

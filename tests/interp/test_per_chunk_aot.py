@@ -49,8 +49,8 @@ def compile_kernel(arch: int, chunk, state_dim, head_dim, complex_x, has_segment
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def stack_bytes(cubin: bytes, path) -> int:
-    """Local memory of a thread: what did not fit its registers."""
+def resource_usage(cubin: bytes, path) -> dict[str, int]:
+    """What a kernel takes: REG, STACK, SHARED and so on."""
     from triton import knobs
 
     path.write_bytes(cubin)
@@ -60,9 +60,12 @@ def stack_bytes(cubin: bytes, path) -> int:
         capture_output=True,
         text=True,
     ).stdout
-    found = re.search(r"STACK:(\d+)", usage)
-    assert found is not None, usage
-    return int(found[1])
+    return {name: int(count) for name, count in re.findall(r"([A-Z]+):(\d+)", usage)}
+
+
+def stack_bytes(cubin: bytes, path) -> int:
+    """Local memory of a thread: what did not fit its registers."""
+    return resource_usage(cubin, path)["STACK"]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
