@@ -9,15 +9,18 @@
 //
 //   word      16 bits of tag over 16 bits of value. Tags count layers; a stale word has another.
 //   unit      UNIT columns of a row of weights; a row of K columns is K / UNIT units.
-//   phase     what one program takes of one product: its rows, in tiles of 16 units for `mma`.
+//   phase     what one program takes of one product: its rows, in tiles of 8 units for `mma`.
 //
 // Each of the 8 warps takes an eighth of every unit's columns, for all rows of the program, and
-// holds them in registers before x is there. x is the second operand of the `mma`: columns
-// k UNIT to (k + 1) UNIT of x stand in its column k, so unit i of a row finds its product in column
-// i. Partial sums of the warps meet in shared memory.
+// holds them in registers before x is there. x is the second operand of the `mma`, piece k of UNIT
+// columns in its columns 2 k and 2 k + 1, so that unit k of a row finds its product there. Partial
+// sums of the warps meet in shared memory.
 //
 // A mailbox is written again only when all who read it have read it, since each phase needs, by
 // way of the phases between, the results of all readers (every program has rows of in_proj).
+//
+// Nothing is accumulated in memory, and no sum's order depends on time: equal inputs give equal
+// bits.
 //
 // Given by the host as macros: HALF_IS_BF16, STATE_IS_BF16, UNIT, D (d_model), I (H P), F (ffn_dim),
 // V (vocabulary), LAYERS (at most), H, P, N, PROGRAMS, SLOTS (units that the ring holds, an even
@@ -47,10 +50,10 @@ typedef unsigned short u16;
 #define ROUNDS CEIL(ROWS_V, HEAD_ROWS)
 #define TILES(units) CEIL(units, 8)
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
-#define TILES_PROJ TILES(ROWS_PROJ *IN_D)
-#define TILES_MIXER TILES(ROWS_D *IN_I)
+#define TILES_PROJ TILES(ROWS_PROJ * IN_D)
+#define TILES_MIXER TILES(ROWS_D * IN_I)
 #define TILES_GATE_UP TILES(2 * ROWS_F * IN_D)
-#define TILES_DOWN TILES(ROWS_D *IN_F)
+#define TILES_DOWN TILES(ROWS_D * IN_F)
 #define MOST_TILES                                                                                 \
     MOST(MOST(MOST(TILES_PROJ, HEAD_TILES), MOST(TILES_MIXER, TILES_DOWN)), TILES_GATE_UP)
 #define PHASES(layers) (4 * (layers) + ROUNDS)  // of a step
@@ -203,24 +206,20 @@ template <int COUNT> __device__ __forceinline__ void read_words(const u32 *at, u
 
 __device__ __forceinline__ bool stale(u32 word, u32 tag) { return (word ^ tag) >> 16; }
 
-// The lane's words of IN pieces, whatever they are now.
-template <int IN> __device__ __forceinline__ void look(const u32 *box, u32 (&word)[IN][WORDS]) {
-#pragma unroll
-    for (int k = 0; k < IN; k++) read_words<WORDS>(box + k * UNIT + threadIdx.x * WORDS, word[k]);
-}
-
-// The same, once all of them are there.
+// The lane's words of IN pieces, once all of them are there.
 template <int IN>
-__device__ __forceinline__ void wait_for(const u32 *box, u32 tag, u32 (&word)[IN][WORDS]) {
-    while (true) {
-        bool again = false;
+__device__ __forceinline__ void receive(const u32 *box, u32 tag, u32 (&word)[IN][WORDS]) {
+    bool again;
+    do {
+        again = false;
+#pragma unroll
+        for (int k = 0; k < IN; k++)
+            read_words<WORDS>(box + k * UNIT + threadIdx.x * WORDS, word[k]);
 #pragma unroll
         for (int k = 0; k < IN; k++)
 #pragma unroll
             for (int i = 0; i < WORDS; i++) again |= stale(word[k][i], tag);
-        if (!__any_sync(~0u, again)) return;
-        look<IN>(box, word);
-    }
+    } while (__any_sync(~0u, again));
 }
 
 // Products
@@ -267,19 +266,9 @@ __device__ __forceinline__ void take(Held<T> &w, Shared &s, Ring &ring, int unit
 // stands behind the last ends in columns of the result that nobody reads.
 typedef uint2 Operand[BLOCKS];
 
-template <int IN> __device__ __forceinline__ void spread(Shared &s, Operand &x) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane / 4;
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < BLOCKS; j++) {
-        const uint4 v = s.x[warp][column / 2 % IN * (PIECE / 8) + j * 4 + lane % 4];
-        x[j] = column % 2 ? make_uint2(v.y, v.w) : make_uint2(v.x, v.z);
-    }
-}
-
 template <int IN>
-__device__ __forceinline__ void keep(Shared &s, const u32 (&value)[IN][WORDS]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+__device__ __forceinline__ void spread(Shared &s, const u32 (&value)[IN][WORDS], Operand &x) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane / 4;
     u16 *to = (u16 *)s.x[warp] + lane * WORDS;
 #pragma unroll
     for (int k = 0; k < IN; k++) {
@@ -292,6 +281,12 @@ __device__ __forceinline__ void keep(Shared &s, const u32 (&value)[IN][WORDS]) {
         } else {
             to[k * PIECE] = (u16)value[k][0];
         }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < BLOCKS; j++) {
+        const uint4 v = s.x[warp][column / 2 % IN * (PIECE / 8) + j * 4 + lane % 4];
+        x[j] = column % 2 ? make_uint2(v.y, v.w) : make_uint2(v.x, v.z);
     }
 }
 
@@ -660,6 +655,21 @@ struct Args {
     int layers, steps, keep_logits;
 };
 
+// Onto this group's row of the residual stream, and from there to all.
+template <int T, int IN>
+__device__ __forceinline__ void add_product(Shared &s, int turn, const Held<T> &w, const u32 *from,
+                                            u32 *to, u32 tag, float &residual) {
+    const int group = threadIdx.x / 8, rows = rows_of(ROWS_D, D);
+    u32 x[IN][WORDS];
+    Operand operand;
+    receive<IN>(from, tag, x);
+    spread<IN>(s, x, operand);
+    multiply<T, IN>(s, turn, w, operand, 0.0f, false);
+    residual = wide(narrow(residual + sum_of<IN>(s, turn, min(group, rows - 1) * IN)));
+    if (threadIdx.x % 8 == 0 && group < rows)
+        post(to + blockIdx.x * ROWS_D + group, residual, tag);
+}
+
 __device__ __forceinline__ void run_steps(const Args &args, Shared &s, const Layer *table,
                                           u32 ring_base) {
     const int tid = threadIdx.x, program = blockIdx.x;
@@ -699,16 +709,12 @@ __device__ __forceinline__ void run_steps(const Args &args, Shared &s, const Lay
             const bool last = layer + 1 == args.layers;
             const u32 before = tag;
             tag = count++ << 16;
-            {
-                if (layer) {
-                    look<IN_D>(boxes + BOX_XA, x);
-                    wait_for<IN_D>(boxes + BOX_XA, before, x);
-                }
+            {   // in_proj
+                if (layer) receive<IN_D>(boxes + BOX_XA, before, x);
                 wait_groups<0>();
                 __syncwarp();
                 const float squares = scaled(s, x);
-                keep<IN_D>(s, x);
-                spread<IN_D>(s, operand);
+                spread<IN_D>(s, x, operand);
                 multiply<TILES_PROJ, IN_D>(s, turn, in_proj, operand, squares, true);
                 const float factor = norm_factor(s, turn);
 #pragma unroll
@@ -733,29 +739,20 @@ __device__ __forceinline__ void run_steps(const Args &args, Shared &s, const Lay
                 turn ^= 1;
                 ask_state(s, slice_at + (u64)(last ? 0 : layer + 1) * (H * 2 * N * P));
             }
-            if (d_rows) {   // mixer
-                u32 y[IN_I][WORDS];
-                look<IN_I>(boxes + BOX_Y, y);
-                wait_for<IN_I>(boxes + BOX_Y, tag, y);
-                keep<IN_I>(s, y);
-                spread<IN_I>(s, operand);
-                multiply<TILES_MIXER, IN_I>(s, turn, mixer, operand, 0.0f, false);
-                const float sum = sum_of<IN_I>(s, turn, min(group, d_rows - 1) * IN_I);
-                residual = wide(narrow(residual + sum));
-                if (first_of_group && group < d_rows)
-                    post(boxes + BOX_XB + d_row + group, residual, tag);
+            if (d_rows) {
+                add_product<TILES_MIXER, IN_I>(s, turn, mixer, boxes + BOX_Y, boxes + BOX_XB, tag,
+                                            residual);
                 turn ^= 1;
             }
             take(down, s, ring, d_rows * IN_F);
+            // The scales; a state that was asked for behind them may still be on its way.
+            if (has_state) wait_groups<1>();
+            else wait_groups<0>();
             if (f_rows) {   // gate_up
-                look<IN_D>(boxes + BOX_XB, x);
-                wait_for<IN_D>(boxes + BOX_XB, tag, x);
-                if (has_state) wait_groups<1>();
-                else wait_groups<0>();
+                receive<IN_D>(boxes + BOX_XB, tag, x);
                 __syncwarp();
                 const float squares = scaled(s, x);
-                keep<IN_D>(s, x);
-                spread<IN_D>(s, operand);
+                spread<IN_D>(s, x, operand);
                 multiply<TILES_GATE_UP, IN_D>(s, turn, gate_up, operand, squares, true);
                 const float factor = norm_factor(s, turn);
                 const int r = min(group, f_rows - 1);
@@ -768,28 +765,18 @@ __device__ __forceinline__ void run_steps(const Args &args, Shared &s, const Lay
             }
             ask_scales(s, last ? args.norm_f : table[layer + 1].norm1);
             if (!last) take(in_proj, s, ring, proj_rows * IN_D);
-            if (d_rows) {   // down
-                u32 act[IN_F][WORDS];
-                look<IN_F>(boxes + BOX_ACT, act);
-                wait_for<IN_F>(boxes + BOX_ACT, tag, act);
-                keep<IN_F>(s, act);
-                spread<IN_F>(s, operand);
-                multiply<TILES_DOWN, IN_F>(s, turn, down, operand, 0.0f, false);
-                const float sum = sum_of<IN_F>(s, turn, min(group, d_rows - 1) * IN_F);
-                residual = wide(narrow(residual + sum));
-                if (first_of_group && group < d_rows)
-                    post(boxes + BOX_XA + d_row + group, residual, tag);
+            if (d_rows) {
+                add_product<TILES_DOWN, IN_F>(s, turn, down, boxes + BOX_ACT, boxes + BOX_XA, tag,
+                                            residual);
                 turn ^= 1;
             }
         }
         // head
-        look<IN_D>(boxes + BOX_XA, x);
-        wait_for<IN_D>(boxes + BOX_XA, tag, x);
+        receive<IN_D>(boxes + BOX_XA, tag, x);
         wait_groups<0>();
         __syncwarp();
         const float squares = scaled(s, x);
-        keep<IN_D>(s, x);
-        spread<IN_D>(s, operand);
+        spread<IN_D>(s, x, operand);
         float value = NOTHING;
         int place = 0x7fffffff;
         for (int round = 0; round < ROUNDS; round++) {
