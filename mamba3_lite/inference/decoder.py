@@ -135,8 +135,10 @@ class Decoder:
         )
         with self._on_device():
             self.plan = self._tested(plan) if plan else self._choose(cfg, dtype, batch_size)
+            # A graph does not keep alive what it points to.
+            self._run = self._runner(self.plan)
             if self.device.type == "cuda":
-                self._graphs = {steps: self._captured(self.plan, steps) for steps in (1, STEPS)}
+                self._graphs = {steps: self._captured(self._run, steps) for steps in (1, STEPS)}
         self.buffers.state.zero_()
 
     def _on_device(self):
@@ -162,7 +164,7 @@ class Decoder:
         if count in self._graphs:
             self._graphs[count].replay()
         else:
-            self._runner(self.plan)(count)
+            self._run(count)
 
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
@@ -190,8 +192,7 @@ class Decoder:
             raise UserError(f"the decoding kernels failed their self-test: {problem}.")
         return plan
 
-    def _captured(self, plan: Plan, steps: int = 1) -> torch.cuda.CUDAGraph:
-        run = self._runner(plan)
+    def _captured(self, run: Callable[[int], None], steps: int) -> torch.cuda.CUDAGraph:
         here = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(here)
@@ -227,7 +228,8 @@ class Decoder:
                 print(f"[decode] {plan} passed over: {problem}")
                 problems.append(problem)
                 continue
-            found.append((_microseconds(self._captured(plan, STEPS)) / STEPS, plan))
+            run = self._runner(plan)
+            found.append((_microseconds(self._captured(run, STEPS)) / STEPS, plan))
         if not found:
             raise UserError(f"the decoding kernels failed their self-test: {problems[0]}.")
         took, plan = min(found, key=lambda entry: entry[0])
