@@ -60,9 +60,10 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
     return torch.randn(*shape).to(device, dtype)
 
 
-def norm_of(x: Tensor) -> Norm:
+def norm_of(x: Tensor, scale: Tensor | None = None) -> Norm:
     """Some norm of x, with what a writer of x leaves for it, in three parts."""
-    scale = draw(x.shape[1], dtype=x.dtype, device=str(x.device))
+    if scale is None:
+        scale = draw(x.shape[1], dtype=x.dtype, device=str(x.device))
     squares = torch.zeros(len(x), norm_parts(x.shape[1]), device=x.device)
     for i, piece in enumerate(x.float().square().chunk(3, 1)):
         squares[:, 5 * i] = piece.sum(1)
@@ -151,7 +152,7 @@ def assert_head(ops: KernelOps, batch: int, dtype: torch.dtype, device: str) -> 
     ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
     assert torch.equal(found, before) and torch.equal(found[:, 0], ids.double())
     x[-1, 3] = float("nan")
-    norm = norm_of(x)
+    norm = norm_of(x, norm.scale)
     ops.head(x, weight, logits, ids, found, norm=norm, keep=False)
     assert found[-1, 1].isnan() and torch.equal(found[:-1], before[:-1])
     weight[width - 1] = float("nan")

@@ -28,7 +28,8 @@ _UNIT_PADDING = 64
 _SHARED_BYTES, _FIXED_BYTES = 227 * 2**10, 12 * 2**10
 # Units of weights asked for at once and clocks between, found by timing whole steps of the
 # production model (docs/LOG.md): without rests they stand in the way of the results that travel.
-_BURST, _REST = 8, 1000
+_BURST, _REST = 8, 1100
+_DIGEST = 32
 
 
 class ResidentError(Exception):
@@ -128,13 +129,13 @@ def _load(source: str, options: tuple[str, ...]) -> Any:
     version = _checked(nvrtc.nvrtcVersion())
     name = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:20]
     path = choices_path(f"decode_resident-{name}.cubin")
-    code = path.read_bytes() if path.is_file() else b""
-    # One that was kept and is damaged does not load, and is compiled anew.
-    status, library = driver.cuLibraryLoadData(code, [], [], 0, [], [], 0) if code else (1, None)
-    if int(status):
+    kept = path.read_bytes() if path.is_file() else b""
+    code = kept[_DIGEST:]
+    # A damaged one can crash the driver.
+    if not code or hashlib.sha256(code).digest() != kept[:_DIGEST]:
         code = compile_source(source, list(options))
-        library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-        keep_bytes(path, code)
+        keep_bytes(path, hashlib.sha256(code).digest() + code)
+    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     return _checked(driver.cuLibraryGetKernel(library, b"decode_steps"))
 
 

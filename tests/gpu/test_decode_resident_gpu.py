@@ -59,14 +59,11 @@ def test_steps_follow_the_plain_path(shape):
         wide = copy.deepcopy(model).float()
         state, count, width = start_of(model), 30, model.cfg.vocab_size
         fast = Decoder(model, 1, plan=RESIDENT, state_dtype=state_dtype)
-        plain = PlainDecoder(wide)
-        truth = followed(plain, state, count, width)
-        got = followed(fast, state, count, width)
-        narrow = followed(PlainDecoder(model, state_dtype=state_dtype), state, count, width)
-        limit = 1.25 * relative(narrow, truth)
-        assert relative(got, truth) < limit, (dtype, state_dtype)
-        for ours, theirs in zip(fast.state(), plain.state(), strict=True):
-            assert relative(ours, theirs) < limit
+        decoders = PlainDecoder(wide), fast, PlainDecoder(model, state_dtype=state_dtype)
+        logits = [followed(each, state, count, width) for each in decoders]
+        states = [torch.stack(each.state()) for each in decoders]
+        for truth, got, narrow in (logits, states):
+            assert relative(got, truth) < 1.25 * relative(narrow, truth), (dtype, state_dtype)
         assert_greedy(fast, state, torch.tensor([7], device=DEVICE))
 
 
