@@ -24,6 +24,8 @@ _MOST_PIECES, _MOST_ROWS = 4, 32
 # Of a thread, for weights that wait for x.
 _MOST_REGISTERS = 128
 _UNIT_PADDING = 64
+# Bytes, of what a copy engine reads.
+_ALIGNMENT = 16
 # What a program may have on Hopper, less what it needs beside the ring.
 _SHARED_BYTES, _FIXED_BYTES = 227 * 2**10, 12 * 2**10
 # Units of weights asked for at once and clocks between, found by timing whole steps of the
@@ -54,7 +56,9 @@ def cut(weights: Weights, buffers: Buffers, multiprocessors: int) -> Cut | None:
     inputs = (width, buffers.y.shape[1], buffers.act.shape[1])
     layers, batch, heads, rows, channels = buffers.state.shape
     unit = next((u for u in _UNITS if not any(n % u for n in inputs)), None)
-    if batch != 1 or buffers.x.element_size() != 2 or unit is None:
+    read = (t for layer in weights.layers for t in layer)
+    aligned = not any(t.data_ptr() % _ALIGNMENT for t in (*read, weights.norm_f, weights.head))
+    if batch != 1 or buffers.x.element_size() != 2 or unit is None or not aligned:
         return None
     pieces = [n // unit for n in inputs]
     proj_rows = -(-projected // multiprocessors)
@@ -124,19 +128,22 @@ def compile_source(source: str, options: list[str], arch: str = "sm_90a") -> byt
 @functools.lru_cache(maxsize=8)
 def _load(source: str, options: tuple[str, ...]) -> Any:
     """The compiled kernel, kept on disk for the next process."""
-    from cuda.bindings import driver, nvrtc
+    try:
+        from cuda.bindings import driver, nvrtc
 
-    version = _checked(nvrtc.nvrtcVersion())
-    name = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:20]
-    path = choices_path(f"decode_resident-{name}.cubin")
-    kept = path.read_bytes() if path.is_file() else b""
-    code = kept[_DIGEST:]
-    # A damaged one can crash the driver.
-    if not code or hashlib.sha256(code).digest() != kept[:_DIGEST]:
-        code = compile_source(source, list(options))
-        keep_bytes(path, hashlib.sha256(code).digest() + code)
-    library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-    return _checked(driver.cuLibraryGetKernel(library, b"decode_steps"))
+        version = _checked(nvrtc.nvrtcVersion())
+        name = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:20]
+        path = choices_path(f"decode_resident-{name}.cubin")
+        kept = path.read_bytes() if path.is_file() else b""
+        code = kept[_DIGEST:]
+        # A damaged one can crash the driver.
+        if not code or hashlib.sha256(code).digest() != kept[:_DIGEST]:
+            code = compile_source(source, list(options))
+            keep_bytes(path, hashlib.sha256(code).digest() + code)
+        library = _checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        return _checked(driver.cuLibraryGetKernel(library, b"decode_steps"))
+    except (ImportError, OSError, RuntimeError) as problem:  # a library or a driver is not there
+        raise ResidentError(str(problem)) from problem
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

@@ -205,11 +205,18 @@ class Decoder:
         return graph
 
     def _takes(self, plan: Plan, cfg: ModelConfig, batch: int) -> bool:
-        """Whether a plan is for models of this shape."""
-        if plan.resident:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-            return cut(self.weights, self.buffers, processors) is not None
-        return not plan.staged or fits(cfg, batch)
+        """Whether a plan is on offer for a model of this shape, with what is installed here."""
+        if not plan.resident:
+            return not plan.staged or fits(cfg, batch)
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if cut(self.weights, self.buffers, processors) is None:
+            return False
+        try:
+            Resident(self.weights, self.buffers)
+        except ResidentError as problem:
+            print(f"[decode] {plan} passed over: {problem}")
+            return False
+        return True
 
     def _choose(self, cfg: ModelConfig, dtype: torch.dtype, batch: int) -> Plan:
         """The remembered plan, or the fastest of those that give the right results."""

@@ -171,3 +171,22 @@ def test_models_and_gpus_that_the_resident_kernel_leaves_alone():
         {"processors": 66},
     ):  # fmt: skip
         assert resident(**{**production, **changes})[0] is None, changes
+
+
+def test_weights_that_a_copy_engine_cannot_read_are_left_to_others():
+    model = decode_checks.model("cpu", torch.bfloat16, **RESIDENT_MODEL)
+    weights = decode_weights.prepare(model, torch.bfloat16)
+    buffers = decode_weights.make_buffers(
+        model.cfg, 1, torch.bfloat16, torch.float32, torch.device("cpu")
+    )
+    assert decode_resident.cut(weights, buffers, 132) is not None
+    room = torch.empty(weights.norm_f.numel() + 1, dtype=torch.bfloat16)
+    assert decode_resident.cut(weights._replace(norm_f=room[1:]), buffers, 132) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no driver to load")
+def test_a_driver_that_is_missing_is_a_reason_and_no_crash(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAMBA3_LITE_CACHE", str(tmp_path))
+    _, options = resident()
+    with pytest.raises(decode_resident.ResidentError, match="."):
+        decode_resident._load(decode_resident.SOURCE.read_text(), tuple(options))
