@@ -98,7 +98,7 @@ def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Pla
     major, _ = torch.cuda.get_device_capability(device)
     narrow = major == 9 and dtype != torch.float32
     staged = narrow and triton.__version__.startswith(_GLUON_OF)
-    resident = narrow and resident_kernels(device)
+    resident = dtype == torch.bfloat16 and resident_kernels(device)
     return [
         plan
         for plan in plans

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mamba3_lite.errors import UserError
 from mamba3_lite.inference.decode_weights import Buffers, Weights
 from mamba3_lite.models.ssd_plans import choices_path, keep_bytes
 
@@ -21,8 +22,8 @@ SOURCE = Path(__file__).parent.parent / "kernels" / "decode_resident.cu"
 _WARPS, _THREADS, _ALL_THREADS = 8, 256, 384
 _UNITS = (1024, 512, 256)
 _MOST_PIECES, _MOST_ROWS = 4, 32
-# Of a thread, for weights that wait for x.
-_MOST_REGISTERS = 128
+# Of a thread, for weights that wait for x; and whose partial sums have room.
+_MOST_REGISTERS, _MOST_TILES = 128, 15
 _UNIT_PADDING = 64
 # Bytes, of what a copy engine reads.
 _ALIGNMENT = 16
@@ -34,7 +35,7 @@ _BURST, _REST = 8, 1100
 _DIGEST = 32
 
 
-class ResidentError(Exception):
+class ResidentError(UserError):
     """The kernel cannot be compiled, loaded or launched here; says why."""
 
 
@@ -58,7 +59,9 @@ def cut(weights: Weights, buffers: Buffers, multiprocessors: int) -> Cut | None:
     unit = next((u for u in _UNITS if not any(n % u for n in inputs)), None)
     read = (t for layer in weights.layers for t in layer)
     aligned = not any(t.data_ptr() % _ALIGNMENT for t in (*read, weights.norm_f, weights.head))
-    if batch != 1 or buffers.x.element_size() != 2 or unit is None or not aligned:
+    taken = (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)
+    narrow = (buffers.x.dtype, buffers.state.dtype) in taken
+    if batch != 1 or not narrow or unit is None or not aligned:
         return None
     pieces = [n // unit for n in inputs]
     proj_rows = -(-projected // multiprocessors)
@@ -80,7 +83,7 @@ def cut(weights: Weights, buffers: Buffers, multiprocessors: int) -> Cut | None:
         and channels % slice_width == 0
         and heads * (channels // slice_width) <= programs
         and max(pieces) <= _MOST_PIECES
-        and max(units) <= slots
+        and max(units) <= min(slots, 8 * _MOST_TILES)
         and down + max(in_proj, mixer + gate_up) <= _MOST_REGISTERS
         and max(model_rows, act_rows) <= _MOST_ROWS
         and vocabulary >= programs
@@ -100,7 +103,6 @@ def macros(weights: Weights, buffers: Buffers, shared_out: Cut) -> list[str]:
         "REST": _REST, "EPS": weights.eps,
     }  # fmt: skip
     found = [f"-D{name}={value}" for name, value in values.items()]
-    found += ["-DHALF_IS_BF16"] * (buffers.x.dtype == torch.bfloat16)
     return found + ["-DSTATE_IS_BF16"] * (buffers.state.dtype == torch.bfloat16)
 
 
@@ -116,9 +118,11 @@ def compile_source(source: str, options: list[str], arch: str = "sm_90a") -> byt
     every = [f"--gpu-architecture={arch}", "--std=c++17", *options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(every), [o.encode() for o in every])
     if int(status):
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        # Two bytes at least: one alone is an object that others share, and it is written into.
+        log = b" " * max(2, _checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise ResidentError(f"NVRTC: {log.decode(errors='replace').strip()}")
+        said = log.decode(errors="replace").strip("\0 \n")
+        raise ResidentError(f"NVRTC: {status.name}: {said}")
     code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))
@@ -162,8 +166,6 @@ class Resident:
     """
 
     def __init__(self, weights: Weights, buffers: Buffers):
-        from cuda.bindings import driver
-
         device = buffers.x.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         shared_out = cut(weights, buffers, processors)
@@ -171,6 +173,8 @@ class Resident:
             raise ResidentError("no cut of this model fits")
         self.weights, self.buffers, self.cut = weights, buffers, shared_out
         kernel = _load(SOURCE.read_text(), tuple(macros(weights, buffers, shared_out)))
+        from cuda.bindings import driver
+
         self._function = _checked(driver.cuKernelGetFunction(kernel))
         most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, most_shared, shared_out.ring_bytes))
@@ -200,7 +204,7 @@ class Resident:
         )  # fmt: skip
         count = len(w.layers) - first if layers is None else layers
         values = (*(t.data_ptr() for t in tensors), count, steps, steps == 1)
-        packed = struct.pack(f"{len(tensors)}Q3i", *values)
+        packed = struct.pack(f"{len(tensors)}Q3i4x", *values)
         argument = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         how = driver.CUlaunchConfig()

@@ -22,9 +22,12 @@
 // Nothing is accumulated in memory, and no sum's order depends on time: equal inputs give equal
 // bits.
 //
-// Given by the host as macros: HALF_IS_BF16, STATE_IS_BF16, UNIT, D (d_model), I (H P), F (ffn_dim),
+// Given by the host as macros: STATE_IS_BF16, UNIT, D (d_model), I (H P), F (ffn_dim),
 // V (vocabulary), LAYERS (at most), H, P, N, PROGRAMS, SLOTS (units that the ring holds, an even
 // number), BURST and REST (units asked for at once, and clocks between), EPS.
+//
+// Weights and results are bfloat16: x goes through the scales of a norm before it is divided by its
+// size, which float16 would not always hold.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -133,7 +136,9 @@ __device__ __forceinline__ void copy_async(void *to, const void *from) {
                  ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void close_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int LEFT> __device__ __forceinline__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
@@ -150,30 +155,15 @@ __device__ __forceinline__ void meet() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-#ifdef HALF_IS_BF16
 __device__ __forceinline__ float wide(u32 h) { return __uint_as_float(h << 16); }
 __device__ __forceinline__ u32 narrow(float f) {
     u16 h;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
 }
-#define MMA_KIND "bf16.bf16"
-#else
-__device__ __forceinline__ float wide(u32 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h));
-    return f;
-}
-__device__ __forceinline__ u32 narrow(float f) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
-#define MMA_KIND "f16.f16"
-#endif
 
 __device__ __forceinline__ void mma(float (&acc)[4], const uint4 &a, const uint2 &b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_KIND ".f32 {%0,%1,%2,%3}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
