@@ -248,15 +248,20 @@ class KernelOps:
         keep: bool = True,
     ) -> None:
         """See :meth:`PlainOps.head`."""
-        batch, width = logits.shape
-        if batch == 1:
+        if len(x) == 1:
             self._vector_product(x, weight, logits, norm, False, False)
             self.best(logits, ids, found)
             return
+        self._best_of(self._batch_head(x, weight, logits, norm, keep), ids, found)
+
+    def _batch_head(
+        self, x: Tensor, weight: Tensor, logits: Tensor, norm: Norm, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The largest logits of each block, and where."""
+        batch, width = logits.shape
         largest = room_for_largest(batch, -(-width // self._batch_rows(width, 1)), logits.device)
-        x = self._normed(x, norm)
-        self._launch_batch(x, weight, logits, largest=largest, keep=keep)
-        self._best_of(largest, ids, found)
+        self._launch_batch(self._normed(x, norm), weight, logits, largest=largest, keep=keep)
+        return largest
 
     def best(self, logits: Tensor, ids: Tensor, found: Tensor) -> None:
         """See :meth:`PlainOps.best`."""

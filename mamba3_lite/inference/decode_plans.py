@@ -96,8 +96,7 @@ def candidates(device: torch.device, dtype: torch.dtype, batch: int) -> list[Pla
     import triton
 
     major, _ = torch.cuda.get_device_capability(device)
-    narrow = major == 9 and dtype != torch.float32
-    staged = narrow and triton.__version__.startswith(_GLUON_OF)
+    staged = major == 9 and dtype != torch.float32 and triton.__version__.startswith(_GLUON_OF)
     resident = dtype == torch.bfloat16 and resident_kernels(device)
     return [
         plan

@@ -18,8 +18,8 @@ from mamba3_lite.inference.decode_weights import Buffers, Weights
 from mamba3_lite.models.ssd_plans import choices_path, keep_bytes
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "decode_resident.cu"
-# As in the source: 8 warps that compute, and 4 of which one loads.
-_WARPS, _THREADS, _ALL_THREADS = 8, 256, 384
+# As in the source: of the 8 warps that compute, and with 4 of which one loads.
+_THREADS, _ALL_THREADS = 256, 384
 _UNITS = (1024, 512, 256)
 _MOST_PIECES, _MOST_ROWS = 4, 32
 # Of a thread, for weights that wait for x; and whose partial sums have room.
@@ -106,7 +106,7 @@ def macros(weights: Weights, buffers: Buffers, shared_out: Cut) -> list[str]:
     return found + ["-DSTATE_IS_BF16"] * (buffers.state.dtype == torch.bfloat16)
 
 
-def compile_source(source: str, options: list[str], arch: str = "sm_90a") -> bytes:
+def compile_source(source: str, options: list[str]) -> bytes:
     """Machine code.
 
     Raises:
@@ -115,7 +115,7 @@ def compile_source(source: str, options: list[str], arch: str = "sm_90a") -> byt
     from cuda.bindings import nvrtc
 
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), SOURCE.name.encode(), 0, [], []))
-    every = [f"--gpu-architecture={arch}", "--std=c++17", *options]
+    every = ["--gpu-architecture=sm_90a", "--std=c++17", *options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(every), [o.encode() for o in every])
     if int(status):
         # Two bytes at least: one alone is an object that others share, and it is written into.

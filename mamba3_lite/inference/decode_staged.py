@@ -136,24 +136,14 @@ class StagedOps(KernelOps):
             GATED=gated, ADD=add, num_warps=_WARPS,
         )  # fmt: skip
 
-    def head(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        logits: Tensor,
-        ids: Tensor,
-        found: Tensor,
-        *,
-        norm: Norm,
-        keep: bool = True,
-    ) -> None:
-        """See :meth:`PlainOps.head`."""
+    def _batch_head(
+        self, x: Tensor, weight: Tensor, logits: Tensor, norm: Norm, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         (batch, inputs), width = x.shape, logits.shape[1]
         rounds = -(-inputs // _HEAD_CHUNK)
         stages = (_HEAD_BYTES // 2 // _HEAD_CHUNK - rounds * _BATCH_TILE) // _HEAD_ROWS
-        if batch == 1 or stages < 2 or inputs % 8:
-            super().head(x, weight, logits, ids, found, norm=norm, keep=keep)
-            return
+        if stages < 2 or inputs % 8:
+            return super()._batch_head(x, weight, logits, norm, keep)
         blocks = -(-width // _HEAD_ROWS)
         span = -(-blocks // _MULTIPROCESSORS)
         largest = room_for_largest(batch, -(-blocks // span), logits.device)
@@ -166,7 +156,7 @@ class StagedOps(KernelOps):
             CHUNK=_HEAD_CHUNK, RING=min(stages, span * rounds), TILES=span,
             PARTS=norm.squares.shape[1], KEEP=keep, num_warps=_WARPS,
         )  # fmt: skip
-        self._best_of(largest, ids, found)
+        return largest
 
     def ssd_step(self, proj: Tensor, a: Tensor, state: Tensor, y: Tensor) -> None:
         """See :meth:`PlainOps.ssd_step`; computed in float32."""

@@ -135,7 +135,6 @@ class Decoder:
         )
         with self._on_device():
             self.plan = self._tested(plan) if plan else self._choose(cfg, dtype, batch_size)
-            # A graph does not keep alive what it points to.
             self._run = self._runner(self.plan)
             if self.device.type == "cuda":
                 self._graphs = {steps: self._captured(self._run, steps) for steps in (1, STEPS)}
@@ -169,10 +168,15 @@ class Decoder:
     def state(self) -> list[Tensor]:
         return [t.to(torch.float32, copy=True) for t in self.buffers.state]
 
+    @functools.cached_property
+    def _resident(self) -> Resident:
+        """One for all its graphs, which do not keep alive what they point to."""
+        return Resident(self.weights, self.buffers)
+
     def _runner(self, plan: Plan) -> Callable[[int], None]:
         """Runs so many steps as a plan wants them, see ``decode_step.py:run_steps``."""
         if plan.resident:
-            return Resident(self.weights, self.buffers).run
+            return self._resident.run
         return functools.partial(run_steps, ops_for(plan), self.weights, self.buffers)
 
     def _problem(self, plan: Plan) -> str | None:
@@ -180,8 +184,7 @@ class Decoder:
 
         try:
             if plan.resident:
-                resident = Resident(self.weights, self.buffers)
-                return decode_self_test.problem_of_steps(resident, self.weights, self.buffers)
+                return decode_self_test.problem_of_steps(self._resident, self.weights, self.buffers)
             return decode_self_test.problem(ops_for(plan), self.weights, self.buffers)
         except (OutOfResources, ResidentError) as problem:
             return str(problem)
@@ -212,11 +215,10 @@ class Decoder:
         if cut(self.weights, self.buffers, processors) is None:
             return False
         try:
-            Resident(self.weights, self.buffers)
+            return self._resident is not None
         except ResidentError as problem:
             print(f"[decode] {plan} passed over: {problem}")
             return False
-        return True
 
     def _choose(self, cfg: ModelConfig, dtype: torch.dtype, batch: int) -> Plan:
         """The remembered plan, or the fastest of those that give the right results."""

@@ -122,6 +122,16 @@ def staged_vector_kernel(
 
 
 @gluon.jit
+def _parts(squares, row, batch, BLOCK_B: gl.constexpr, PARTS: gl.constexpr):
+    """What was left for the norms of BLOCK_B rows; those beyond the end are as the last one."""
+    ACROSS: gl.constexpr = min(PARTS, 128) // 4
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    whose = gl.minimum(row + gl.arange(0, BLOCK_B, gl.SliceLayout(1, SUMS)), batch - 1)
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, SUMS))
+    return gl.load(squares + whose[:, None] * PARTS + part[None, :])
+
+
+@gluon.jit
 def staged_batch_kernel(
     x, weight, out, batch, squares, eps, scale, scaled, next_squares,
     K: gl.constexpr, M: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -170,11 +180,7 @@ def staged_batch_kernel(
     for i in gl.static_range(RING):
         tma.async_copy_global_to_shared(x, [row, i * CHUNK], arrived.index(i), ring.index(i))
     if squares is not None:
-        ACROSS: gl.constexpr = min(PARTS, 128) // 4
-        SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-        whose = gl.minimum(row + gl.arange(0, BLOCK_B, gl.SliceLayout(1, SUMS)), batch - 1)
-        part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, SUMS))
-        parts = gl.load(squares + whose[:, None] * PARTS + part[None, :])
+        parts = _parts(squares, row, batch, BLOCK_B, PARTS)
     if ADD:
         b = row + gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, ACC))
         m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))
@@ -259,11 +265,7 @@ def staged_head_kernel(
     _wait(PDL)
     for i in gl.static_range(ROUNDS):
         tma.async_copy_global_to_shared(x, [row, i * CHUNK], arrived.index(RING), held.index(i))
-    ACROSS: gl.constexpr = min(PARTS, 128) // 4
-    SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    whose = gl.minimum(row + gl.arange(0, BLOCK_B, gl.SliceLayout(1, SUMS)), batch - 1)
-    part = gl.arange(0, PARTS, layout=gl.SliceLayout(0, SUMS))
-    parts = gl.load(squares + whose[:, None] * PARTS + part[None, :])
+    parts = _parts(squares, row, batch, BLOCK_B, PARTS)
     factor = gl.convert_layout(gl.rsqrt(gl.sum(parts, 1) / K + eps), gl.SliceLayout(1, ACC))
     b = row + gl.arange(0, BLOCK_B, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC))

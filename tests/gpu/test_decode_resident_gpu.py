@@ -50,7 +50,7 @@ def followed(steps, state, count: int, vocabulary: int) -> torch.Tensor:
 def test_steps_follow_the_plain_path(shape):
     for state_dtype in (torch.float32, torch.bfloat16):
         if shape == "wide state" and state_dtype == torch.bfloat16:
-            continue  # refused, see tests/test_decode_resident.py
+            continue  # refused, see tests/interp/test_decode_aot.py
         model = model_of(**RESIDENT_SHAPES[shape])
         wide = copy.deepcopy(model).float()
         state, count, width = start_of(model), 30, model.cfg.vocab_size
